@@ -1,0 +1,152 @@
+"""The reference dispatcher: ``torch.distributed`` all-to-all, on gloo and on NCCL."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from typing_extensions import override
+
+from lightning_moe.dispatch.base import Dispatched, Dispatcher, DispatcherCaps
+from lightning_moe.dispatch.permute import Routing, count_experts, rows_to_tokens, sort_by_expert, tokens_to_rows
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """One layer's traffic: how many rows go where, and how received rows become sorted by expert.
+
+    Attributes:
+        routing: The order of the rows on the sending side.
+        group: The expert-parallel ranks.
+        send: Rows that go to each rank.
+        receive: Rows that come from each rank.
+        to_expert_major: ``[R]`` int64 position among the received rows of each row sorted by expert; ``None`` where
+            they arrive sorted.
+    """
+
+    routing: Routing
+    group: ProcessGroup
+    send: list[int]
+    receive: list[int]
+    to_expert_major: Tensor | None
+
+
+def _all_to_all(rows: Tensor, receive: list[int], send: list[int], group: ProcessGroup) -> Tensor:
+    received = rows.new_empty((sum(receive), *rows.shape[1:]))
+    dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group)
+    return received
+
+
+class _SendRows(torch.autograd.Function):
+    """Rows and their weights to the experts. One node, so that both collectives keep one order on every rank."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, rows: Tensor, weights: Tensor, exchange: _Exchange
+    ) -> tuple[Tensor, Tensor]:
+        ctx.exchange = exchange
+        rows = _all_to_all(rows, exchange.receive, exchange.send, exchange.group)
+        weights = _all_to_all(weights, exchange.receive, exchange.send, exchange.group)
+        if exchange.to_expert_major is not None:
+            rows, weights = rows[exchange.to_expert_major], weights[exchange.to_expert_major]
+        return rows, weights
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_rows: Tensor, grad_weights: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
+        # Gradients that autograd does not have arrive as zeros, so no rank ever skips these two collectives.
+        exchange: _Exchange = ctx.exchange
+        grad_rows, grad_weights = _to_source_order(grad_rows, exchange), _to_source_order(grad_weights, exchange)
+        grad_rows = _all_to_all(grad_rows, exchange.send, exchange.receive, exchange.group)
+        grad_weights = _all_to_all(grad_weights, exchange.send, exchange.receive, exchange.group)
+        return grad_rows, grad_weights, None
+
+
+class _ReturnRows(torch.autograd.Function):
+    """Rows back to the ranks that sent them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:  # type: ignore[override]
+        ctx.exchange = exchange
+        return _all_to_all(_to_source_order(rows, exchange), exchange.send, exchange.receive, exchange.group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        exchange: _Exchange = ctx.exchange
+        grad = _all_to_all(grad, exchange.receive, exchange.send, exchange.group)
+        return grad if exchange.to_expert_major is None else grad[exchange.to_expert_major], None
+
+
+def _to_source_order(rows: Tensor, exchange: _Exchange) -> Tensor:
+    """Undo the sort by expert: back to the order in which the rows were received."""
+    if exchange.to_expert_major is None:
+        return rows
+    by_source = torch.empty_like(rows)
+    by_source[exchange.to_expert_major] = rows
+    return by_source
+
+
+def _expert_major_order(counts: Tensor, num_rows: int) -> Tensor | None:
+    """Positions that turn rows sorted by (source rank, local expert) into rows sorted by (local expert, source rank).
+
+    Args:
+        counts: ``[ranks, E_local]`` int64 rows from each rank for each local expert.
+        num_rows: The sum of ``counts``, known on the host.
+
+    Returns:
+        ``[R]`` int64, or ``None`` where the order is the same.
+    """
+    num_ranks, num_local = counts.shape
+    if num_ranks == 1 or num_local == 1:
+        return None
+    # The rows form num_ranks * num_local runs. Run (r, e) starts at its exclusive prefix sum; listing the starts by
+    # expert and counting up inside each run gives the positions without a sort.
+    lengths = counts.reshape(-1)
+    starts = (lengths.cumsum(0) - lengths).view(num_ranks, num_local).t().reshape(-1)
+    lengths = counts.t().reshape(-1)
+    begins = lengths.cumsum(0) - lengths
+    offset = (starts - begins).repeat_interleave(lengths, output_size=num_rows)
+    return torch.arange(num_rows, device=counts.device) + offset
+
+
+class AllToAllDispatcher(Dispatcher):
+    """Sends one row per (token, expert) with ``all_to_all_single``: no padding, nothing dropped.
+
+    A layer costs one exchange of counts and one wait for the host in the forward pass, and none in the backward pass.
+    """
+
+    name = "all_to_all"
+    caps = DispatcherCaps()
+
+    @override
+    def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Dispatched:
+        assert self.group is not None
+        num_ranks, num_local = self.group.size(), self.num_local_experts
+        sent = count_experts(top_k_index, self.num_experts)[1:]
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        # The one host synchronisation of the layer brings both halves.
+        sent_host, received_host = torch.stack((sent, received)).view(2, num_ranks, num_local).tolist()
+        send, receive = [sum(row) for row in sent_host], [sum(row) for row in received_host]
+        routing = sort_by_expert(top_k_index, sent, sum(send))
+        received = received.view(num_ranks, num_local)
+        exchange = _Exchange(routing, self.group, send, receive, _expert_major_order(received, sum(receive)))
+        rows, row_weights = _SendRows.apply(
+            tokens_to_rows(hidden_states, routing),
+            top_k_weights.reshape(-1).float().index_select(0, routing.order),
+            exchange,
+        )
+        return Dispatched(
+            rows=rows,
+            row_weights=row_weights,
+            tokens_per_expert=received.sum(dim=0),
+            tokens_per_expert_host=[sum(column) for column in zip(*received_host, strict=True)],
+            state=exchange,
+        )
+
+    @override
+    def combine(self, expert_rows: Tensor, state: Any) -> Tensor:
+        return rows_to_tokens(_ReturnRows.apply(expert_rows, state), state.routing)

@@ -1,0 +1,50 @@
+"""One rank holds every expert: sort, and nothing to send."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from typing_extensions import override
+
+from lightning_moe.dispatch.base import Dispatched, Dispatcher, DispatcherCaps
+from lightning_moe.dispatch.permute import count_experts, rows_to_tokens, sort_by_expert, tokens_to_rows
+
+
+class LocalDispatcher(Dispatcher):
+    """Sorts rows by expert on one rank. Used for ``expert_parallel_size=1`` and outside of any strategy."""
+
+    name = "local"
+    caps = DispatcherCaps(max_ranks=1, expert_major=True)
+
+    @override
+    def setup(
+        self,
+        group: ProcessGroup | None,
+        *,
+        num_experts: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        top_k: int | None = None,
+        max_tokens_per_rank: int | None = None,
+        alignment: int = 1,
+    ) -> None:
+        super().setup(group, num_experts=num_experts, hidden_size=hidden_size, dtype=dtype, alignment=alignment)
+
+    @override
+    def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Dispatched:
+        counts = count_experts(top_k_index, self.num_experts)
+        counts_host: list[int] = counts.tolist()
+        tokens_per_expert_host = counts_host[1:]
+        routing = sort_by_expert(top_k_index, counts[1:], sum(tokens_per_expert_host))
+        return Dispatched(
+            rows=tokens_to_rows(hidden_states, routing),
+            row_weights=top_k_weights.reshape(-1).float().index_select(0, routing.order),
+            tokens_per_expert=routing.tokens_per_expert,
+            tokens_per_expert_host=tokens_per_expert_host,
+            state=routing,
+        )
+
+    @override
+    def combine(self, expert_rows: Tensor, state: Any) -> Tensor:
+        return rows_to_tokens(expert_rows, state)

@@ -1,0 +1,18 @@
+"""How a module is sharded: expert shards, FSDP2, initialisation, gradient norm."""
+
+from lightning_moe.parallel.apply import Sharded, ShardingOptions, already_sharded, shard_module
+from lightning_moe.parallel.gradients import clip_gradients_by_norm, clip_gradients_by_value, gradient_norm
+from lightning_moe.parallel.policy import DtypePolicy
+from lightning_moe.parallel.routed import RoutedExperts
+
+__all__ = [
+    "DtypePolicy",
+    "RoutedExperts",
+    "Sharded",
+    "ShardingOptions",
+    "already_sharded",
+    "clip_gradients_by_norm",
+    "clip_gradients_by_value",
+    "gradient_norm",
+    "shard_module",
+]

@@ -1,0 +1,230 @@
+"""Shard a LightningModule: experts over the expert-parallel ranks, everything by FSDP2, block by block."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_moe.dispatch import Dispatcher
+from lightning_moe.experts import FoundExperts, choose_backend
+from lightning_moe.mesh import Layout, Meshes
+from lightning_moe.parallel.initialize import copy_from_rank_zero, materialize, shared_random_state
+from lightning_moe.parallel.policy import DtypePolicy
+from lightning_moe.parallel.routed import RoutedExperts
+from lightning_moe.parallel.structure import find_blocks, find_routers, find_roots
+
+_SHARDED = "_lightning_moe_sharded"
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """What was done to a module that is sharded.
+
+    Attributes:
+        layout: The sizes.
+        policy: The dtypes.
+        experts: The forwards of its experts modules.
+        notes: What ``"auto"`` options fell back to, with the reason, one line each.
+    """
+
+    layout: Layout
+    policy: DtypePolicy
+    experts: tuple[RoutedExperts, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ShardingOptions:
+    """The strategy's options that decide how a module is sharded.
+
+    Attributes:
+        dispatcher: Where the dispatcher of each experts module comes from.
+        experts_backend: Name of the backend.
+        reshard_after_forward: Free the gathered weights of a block after its forward and gather them again in backward.
+        block_classes: Class names of the blocks, ``None`` to find them.
+    """
+
+    dispatcher: Dispatcher
+    experts_backend: str
+    reshard_after_forward: bool
+    block_classes: Sequence[str] | None
+
+
+def already_sharded(module: nn.Module) -> Sharded | None:
+    """Return what an earlier call of :func:`shard_module` did to a module, ``None`` if there was none."""
+    return getattr(module, _SHARDED, None)
+
+
+def shard_module(
+    module: nn.Module,
+    experts: Sequence[FoundExperts],
+    meshes: Meshes,
+    policy: DtypePolicy,
+    options: ShardingOptions,
+    device: torch.device,
+) -> Sharded:
+    """Shard a LightningModule in place. Collective.
+
+    Every check that can fail is made before the first tensor is moved.
+
+    Args:
+        module: The LightningModule, on any device or on the meta device, the same on every rank.
+        experts: Its experts modules.
+        meshes: The two views of the ranks.
+        policy: The dtypes.
+        options: The strategy's options.
+        device: The device of this rank.
+
+    Raises:
+        ValueError: If an option does not fit the module; the message names it.
+        RuntimeError: If the ranks have built different models.
+    """
+    if any(isinstance(submodule, FSDPModule) for submodule in module.modules()):
+        raise ValueError(
+            f"{type(module).__name__} is sharded by fully_shard already; ExpertParallelStrategy does that itself, so"
+            " leave it out of configure_model()"
+        )
+    roots = find_roots(module)
+    blocks = find_blocks(module, experts, options.block_classes)
+    routed, notes = _route(module, experts, meshes, policy, options, device)
+
+    copy_from_rank_zero(module, device)
+    sharder = _Sharder(module, experts, meshes, policy, options, device)
+    with shared_random_state(device):
+        for _, block in blocks:
+            sharder.shard(block, policy.inner(), options.reshard_after_forward)
+        for _, root in roots:
+            sharder.shard(root, policy.outer(), None)
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            # Sum the gradients over all ranks, for experts and dense weights alike. The 1/data-parallel size that turns
+            # the sum into a mean is in the loss. It is the one setting that is right for every layout and backend: a
+            # divide factor other than the group's size fails on gloo, and on a group of one rank divides twice.
+            submodule.set_gradient_divide_factor(1.0)
+            submodule.set_force_sum_reduction_for_comms(True)
+    for found, forward in zip(experts, routed, strict=True):
+        found.spec.install(found.module, forward)
+    sharded = Sharded(meshes.layout, policy, tuple(routed), tuple(notes))
+    object.__setattr__(module, _SHARDED, sharded)
+    return sharded
+
+
+def _route(
+    module: nn.Module,
+    experts: Sequence[FoundExperts],
+    meshes: Meshes,
+    policy: DtypePolicy,
+    options: ShardingOptions,
+    device: torch.device,
+) -> tuple[list[RoutedExperts], list[str]]:
+    """Choose backend and dispatcher of each experts module and set the dispatchers up."""
+    group = meshes.expert_group if meshes.layout.expert > 1 else None
+    chosen, notes = [], []
+    for found in experts:
+        stored = next(found.module.parameters(recurse=False)).dtype
+        dtype = policy.param_dtype or stored
+        backend, reason = choose_backend(options.experts_backend, found.spec, found.module, dtype, device)
+        chosen.append((found, backend, dtype))
+        if reason:
+            notes.append(f"experts_backend='auto' takes 'loop' for {found.name}: {reason}")
+    routed = []
+    for found, backend, dtype in chosen:
+        dispatcher = options.dispatcher.for_layer()
+        dispatcher.setup(
+            group,
+            num_experts=found.num_experts,
+            hidden_size=found.spec.hidden_size(found.module),
+            dtype=dtype,
+            alignment=1 if backend is None else backend.alignment,
+        )
+        routed.append(RoutedExperts(found.module, found.spec, dispatcher, backend))
+    return routed, notes
+
+
+class _Sharder:
+    """Materialises and shards units, innermost first."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        experts: Sequence[FoundExperts],
+        meshes: Meshes,
+        policy: DtypePolicy,
+        options: ShardingOptions,
+        device: torch.device,
+    ) -> None:
+        self.model = model
+        self.experts = {id(found.module): found for found in experts}
+        self.routers = {id(router) for router in find_routers(model, experts)}
+        self.meshes = meshes
+        self.policy = policy
+        self.reshard_after_forward = options.reshard_after_forward
+        self.device = device
+        self.done: set[int] = set()
+
+    def shard(self, unit: nn.Module, policy: MixedPrecisionPolicy, reshard_after_forward: bool | None) -> None:
+        """Shard one unit: first the experts and routers inside, each as a unit of its own, then the rest."""
+        if id(unit) in self.done:
+            return
+        materialize(unit, self.model, self.device, skip=self.done)
+        for module in list(unit.modules()):
+            if id(module) in self.done:
+                continue
+            if id(module) in self.experts:
+                self._shard_experts(module)
+            elif id(module) in self.routers and self._apart(module):
+                self._fully_shard(module, self.policy.router(), self.reshard_after_forward)
+        if id(unit) not in self.done:
+            self._fully_shard(unit, policy, reshard_after_forward)
+
+    def _apart(self, router: nn.Module) -> bool:
+        return self.policy.routers_apart(next(router.parameters()).dtype)
+
+    def _shard_experts(self, module: nn.Module) -> None:
+        # What an experts module has inside it (a norm of the results) is shared by all experts, hence dense.
+        for child in module.children():
+            if next(child.parameters(), None) is not None:
+                self._fully_shard(child, self.policy.inner(), self.reshard_after_forward)
+        keep_local_experts(module, self.meshes)
+        fully_shard(
+            module,
+            mesh=self.meshes.experts_fsdp,
+            mp_policy=self.policy.experts(),
+            reshard_after_forward=self.reshard_after_forward,
+        )
+        self.done.add(id(module))
+
+    def _fully_shard(self, module: nn.Module, policy: MixedPrecisionPolicy, reshard_after_forward: bool | None) -> None:
+        fully_shard(
+            module, mesh=self.meshes.dense_fsdp, mp_policy=policy, reshard_after_forward=reshard_after_forward
+        )
+        self.done.add(id(module))
+
+
+def keep_local_experts(module: nn.Module, meshes: Meshes) -> None:
+    """Cut the parameters of an experts module down to the experts of this rank. No communication.
+
+    Args:
+        module: An experts module whose own parameters ``[E, ...]`` are equal on all ranks.
+        meshes: The views of the ranks. With ``expert > 1`` each parameter becomes a DTensor, ``Shard(0)`` over
+            ``expert``, which keeps its name and its full shape.
+    """
+    size = meshes.layout.expert
+    if size == 1:
+        return
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        num_local = parameter.shape[0] // size
+        # A copy, so that the storage of all experts is freed.
+        local: Tensor = parameter.detach().narrow(0, meshes.expert_rank * num_local, num_local).clone()
+        sharded = DTensor.from_local(
+            local,
+            meshes.expert,
+            [Shard(0)],
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.detach().contiguous().stride(),
+        )
+        setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))

@@ -1,0 +1,65 @@
+"""What a sharded experts module calls: dispatch, compute, weight, combine."""
+
+import torch
+from torch import Tensor, nn
+
+from lightning_moe.dispatch import Dispatcher
+from lightning_moe.experts import ExpertsBackend, ExpertsSpec
+
+
+class RoutedExperts:
+    """The forward of one experts module over the ranks that share its experts.
+
+    Args:
+        module: The experts module; its own parameters are this rank's experts when it is called.
+        spec: What describes it.
+        dispatcher: Set up for this module.
+        backend: What computes it; ``None`` where ``spec.compute`` does.
+    """
+
+    def __init__(
+        self, module: nn.Module, spec: ExpertsSpec, dispatcher: Dispatcher, backend: ExpertsBackend | None
+    ) -> None:
+        self.module = module
+        self.spec = spec
+        self.dispatcher = dispatcher
+        self.backend = backend
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Compute the experts of a batch of tokens.
+
+        Args:
+            hidden_states: ``[..., H]`` tokens of this rank, any number of them, in any float dtype.
+            top_k_index: ``[..., K]`` integer expert of each choice over the whole module; -1 drops the choice.
+            top_k_weights: ``[..., K]`` float routing weights.
+
+        Returns:
+            The weighted sum over the choices of each token, in the shape and dtype of ``hidden_states``.
+
+        Raises:
+            ValueError: If the shapes do not belong together.
+        """
+        if top_k_index.shape != top_k_weights.shape or top_k_index.shape[:-1] != hidden_states.shape[:-1]:
+            raise ValueError(
+                f"{type(self.module).__name__} takes hidden_states [T, H], top_k_index [T, K] and top_k_weights [T, K];"
+                f" got {list(hidden_states.shape)}, {list(top_k_index.shape)} and {list(top_k_weights.shape)}"
+            )
+        dtype = next(self.module.parameters(recurse=False)).dtype
+        hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1]).to(dtype)
+        index_TK = top_k_index.reshape(-1, top_k_index.shape[-1]).long()
+        weights_TK = top_k_weights.reshape(index_TK.shape)
+
+        dispatched = self.dispatcher.dispatch(hidden_TH, index_TK, weights_TK)
+        rows_RH = self._compute(dispatched.rows, dispatched.tokens_per_expert, dispatched.tokens_per_expert_host)
+        # The weight takes the dtype of the rows: a float32 one would promote the whole [R, H] buffer.
+        rows_RH = rows_RH * dispatched.row_weights.to(rows_RH.dtype).unsqueeze(-1)
+        out_TH = self.dispatcher.combine(rows_RH, dispatched.state)
+        return out_TH.to(hidden_states.dtype).view(hidden_states.shape)
+
+    def _compute(self, rows: Tensor, tokens_per_expert: Tensor, tokens_per_expert_host: list[int] | None) -> Tensor:
+        # The experts choose their own dtype: autocast knows nothing of grouped products.
+        with torch.autocast(rows.device.type, enabled=False):
+            if self.backend is None:
+                assert self.spec.compute is not None
+                return self.spec.compute(self.module, rows, tokens_per_expert)
+            return self.backend(self.spec.mlp(self.module), rows, tokens_per_expert, tokens_per_expert_host)

@@ -1,0 +1,313 @@
+"""Lightning's face: the order of set-up, what each rank reads, backward, clipping, checkpoints, teardown."""
+
+import atexit
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.distributed import _distributed_is_initialized
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_moe.dispatch import Dispatcher, build_dispatcher, check_dispatcher
+from lightning_moe.experts import check_backend, find_experts
+from lightning_moe.loaders import check_lengths, gather_int
+from lightning_moe.mesh import (
+    Layout,
+    Meshes,
+    build_dense_mesh,
+    build_meshes,
+    check_expert_parallel_size,
+    check_replicate_size,
+    resolve_expert_parallel_size,
+)
+from lightning_moe.parallel import Sharded, ShardingOptions, already_sharded, shard_module
+from lightning_moe.precision import MoEPrecision
+
+_log = logging.getLogger(__name__)
+
+
+class ExpertParallelStrategy(ModelParallelStrategy):
+    """Shards the experts of any LightningModule over the ranks, and everything else by FSDP2.
+
+    Every rank reads different data. Losses, gradients, the gradient norm and the updated weights are those of one
+    process on the whole batch, whatever the layout.
+
+    Args:
+        expert_parallel_size: Ranks that share the experts of one layer, or ``"auto"``: the largest number that divides
+            every layer's expert count, the ranks of one node and those of one replica.
+        replicate_size: Number of replicas of the whole sharded model (HSDP); a divisor of the number of ranks.
+        dispatcher: How tokens reach their experts: ``"auto"``, ``"local"`` (one rank), ``"all_to_all"``, or a
+            ``Dispatcher`` object.
+        experts_backend: What multiplies the rows of the experts: ``"auto"``, ``"loop"`` or ``"grouped_mm"``.
+        reshard_after_forward: Free the gathered weights of a block after its forward, and gather them again in the
+            backward pass: less memory, more communication.
+        block_classes: Class names of the modules that are sharded as one unit each, ``None`` to find them.
+        save_distributed_checkpoint: Every rank writes its shards into a folder; else rank 0 writes one file.
+        process_group_backend: Backend of ``torch.distributed``, ``None`` for the device's own.
+        timeout: How long a collective waits for a rank.
+
+    Raises:
+        ValueError: If an option has a value that is not allowed.
+        RuntimeError: If a dispatcher or backend is not usable here; the message holds the reason.
+    """
+
+    def __init__(
+        self,
+        expert_parallel_size: int | Literal["auto"] = "auto",
+        replicate_size: int = 1,
+        dispatcher: str | Dispatcher = "auto",
+        experts_backend: str = "auto",
+        reshard_after_forward: bool = True,
+        block_classes: Sequence[str] | None = None,
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(
+            data_parallel_size=1,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+        )
+        if isinstance(expert_parallel_size, str) and expert_parallel_size != "auto":
+            raise ValueError(
+                f"expert_parallel_size={expert_parallel_size!r} must be 'auto' or a positive number of ranks"
+            )
+        check_dispatcher(dispatcher)
+        check_backend(experts_backend)
+        self.expert_parallel_size = expert_parallel_size
+        self.replicate_size = replicate_size
+        self.dispatcher = dispatcher
+        self.experts_backend = experts_backend
+        self.reshard_after_forward = reshard_after_forward
+        self.block_classes = block_classes
+        self._sharded: Sharded | None = None
+        self._predict_steps_left = 0
+        self._predict_steps_extra = 0
+
+    # What Lightning hands over
+
+    @property
+    @override
+    def precision_plugin(self) -> MoEPrecision:
+        plugin = self._precision_plugin
+        return plugin if isinstance(plugin, MoEPrecision) else MoEPrecision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = None if precision_plugin is None else MoEPrecision.from_plugin(precision_plugin)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        # Expert-parallel ranks are data-parallel ranks.
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def layout(self) -> Layout:
+        """How the ranks are divided.
+
+        Raises:
+            RuntimeError: Before the model is set up.
+        """
+        if self._sharded is None:
+            raise RuntimeError("the layout is known once the strategy has set the model up")
+        return self._sharded.layout
+
+    # Set-up
+
+    @override
+    def setup_environment(self) -> None:
+        self._check_imports()
+        check_replicate_size(self.replicate_size, self.world_size)
+        check_expert_parallel_size(self.expert_parallel_size, self.world_size // self.replicate_size)
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        self._setup_distributed()
+        # gloo aborts a process that exits with its group alive. Not in teardown: fit, then test, share the group.
+        atexit.unregister(_destroy_process_group)
+        atexit.register(_destroy_process_group)
+        self._device_mesh = self._dense_mesh()
+        assert self.lightning_module is not None
+        self.lightning_module._device_mesh = self._device_mesh
+
+    def _dense_mesh(self) -> DeviceMesh:
+        return build_dense_mesh(self.root_device.type, self.world_size, self.replicate_size)
+
+    def _check_imports(self) -> None:
+        """Refuse objects of the other package that ships the same code: they would be half connected, silently."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        candidates = [self.lightning_module, *trainer.callbacks, *trainer.loggers, getattr(trainer, "datamodule", None)]
+        for candidate in candidates:
+            if any(cls.__module__.split(".")[0] == "pytorch_lightning" for cls in type(candidate).__mro__):
+                raise TypeError(
+                    f"{type(candidate).__name__} comes from the package pytorch_lightning, but the Trainer from"
+                    " lightning.pytorch; import it as `from lightning.pytorch import ...`"
+                )
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        # FSDP2 cannot use weights that were gathered under inference_mode in a later fit.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+
+        self._sharded = self._shard(self.lightning_module)
+        self.model = self.lightning_module
+        self.model_to_device()
+        self.barrier()
+
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.setup_optimizers(trainer)
+            self._check_optimizers()
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    def _shard(self, module: "pl.LightningModule") -> Sharded:
+        experts = find_experts(module)
+        assert self._device_mesh is not None
+        size = resolve_expert_parallel_size(
+            self.expert_parallel_size,
+            {found.name: found.num_experts for found in experts},
+            self.world_size // self.replicate_size,
+            self.num_processes,
+        )
+        before = already_sharded(module)
+        policy = self.precision_plugin.dtype_policy
+        if before is not None:
+            layout = Layout(self.world_size, self.replicate_size, size)
+            if (before.layout, before.policy) != (layout, policy):
+                raise ValueError(
+                    f"{type(module).__name__} is sharded already as {before.layout} with {before.policy}, and cannot be"
+                    f" sharded again as {layout} with {policy}; use the same options, or build a new LightningModule"
+                )
+            return before
+        dispatcher = build_dispatcher(self.dispatcher, size)
+        if not experts:
+            _warn_no_experts(module)
+        module = self.precision_plugin.convert_module(module)
+        options = ShardingOptions(dispatcher, self.experts_backend, self.reshard_after_forward, self.block_classes)
+        meshes: Meshes = build_meshes(self._device_mesh, size)
+        sharded = shard_module(module, experts, meshes, policy, options, self.root_device)
+        if self.global_rank == 0:
+            _log.info("%s; dispatcher %s; %d experts modules", sharded.layout, dispatcher.name, len(experts))
+            for note in sharded.notes:
+                _log.info(note)
+        return sharded
+
+    def _check_optimizers(self) -> None:
+        """Find optimizers that hold the weights of before: they would step on nothing, and the loss would be logged."""
+        assert self.lightning_module is not None
+        current = {id(parameter) for parameter in self.lightning_module.parameters()}
+        for optimizer in self.optimizers:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            stale = sum(id(parameter) not in current for parameter in parameters)
+            if stale:
+                raise ValueError(
+                    f"{type(optimizer).__name__} was built before the model was sharded: {stale} of its"
+                    f" {len(parameters)} parameters are no longer those of the model, so it would train nothing. Build it"
+                    " inside configure_optimizers() from self.parameters(); in a YAML config give the optimizer to the"
+                    " model (`optimizer: OptimizerCallable`), not at the top level"
+                )
+
+    # Training
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.lightning_module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        # Gradients are summed over ranks. Each rank's loss is a mean over its own batch, all ranks are data-parallel,
+        # so the mean over the whole batch is the sum of loss / world_size.
+        scaled = closure_loss / self.world_size
+        self.precision_plugin.backward(scaled, self.lightning_module, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self.lightning_module is not None
+        check_lengths(dataloader, self.lightning_module.trainer, self.root_device)
+        return dataloader
+
+    def on_predict_start(self) -> None:
+        """Find out how many steps the other ranks take: in prediction Lightning repeats no sample to even them out."""
+        assert self.lightning_module is not None
+        steps = [n for n in self.lightning_module.trainer.predict_loop.max_batches if n != float("inf")]
+        self._predict_steps_left = sum(map(int, steps))
+        self._predict_steps_extra = max(gather_int(self._predict_steps_left, self.root_device)) - self._predict_steps_left
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        prediction = super().predict_step(*args, **kwargs)
+        self._predict_steps_left -= 1
+        if self._predict_steps_left == 0:
+            # Others have more batches: run the last one again for their collectives, and throw the result away.
+            for _ in range(self._predict_steps_extra):
+                super().predict_step(*args, **kwargs)
+        return prediction
+
+    @override
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: dist.ReduceOp | str | None = "mean"
+    ) -> Tensor:
+        """Reduce a tensor over ranks, without the barrier that Lightning puts before each reduction.
+
+        Args:
+            tensor: What to reduce; anything but a tensor is returned as it is.
+            group: The ranks, ``None`` for all.
+            reduce_op: ``"mean"``, ``"avg"``, or the name or value of a ``torch.distributed.ReduceOp``.
+        """
+        if not isinstance(tensor, Tensor) or not _distributed_is_initialized():
+            return tensor
+        mean = reduce_op is None or (isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg"))
+        if mean:
+            op = dist.ReduceOp.SUM
+        else:
+            op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
+        result = tensor.clone()
+        if mean and not result.is_floating_point():
+            result = result.float()
+        dist.all_reduce(result, op=op, group=group)
+        return result / dist.get_world_size(group) if mean else result
+
+    @override
+    def teardown(self) -> None:
+        if self._sharded is not None:
+            for experts in self._sharded.experts:
+                experts.dispatcher.finalize()
+        super().teardown()
+
+
+def _warn_no_experts(module: "pl.LightningModule") -> None:
+    from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+    rank_zero_warn(
+        f"strategy='moe_ep' found no experts in {type(module).__name__} and trains it with FSDP2 alone. If it has"
+        " experts, teach the strategy their class:"
+        " lightning_moe.register_experts(MyExperts, ExpertsSpec(up='...', down='...', activation=...))"
+    )
+
+
+def _destroy_process_group() -> None:
+    if _distributed_is_initialized():
+        dist.destroy_process_group()
