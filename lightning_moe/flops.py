@@ -146,7 +146,9 @@ def _refuse_unreadable(config: Any) -> None:
         if unknown:
             raise ValueError(f"FLOPs of {type(config).__name__} are unknown: the field layer_types holds {unknown}")
     elif mixer := next((name for name in vars(config) if name.startswith(("mamba_", "ssm_", "state_size"))), None):
-        raise ValueError(f"FLOPs of {type(config).__name__} are unknown: the field {mixer} means layers of another kind")
+        raise ValueError(
+            f"FLOPs of {type(config).__name__} are unknown: the field {mixer} means layers of another kind"
+        )
 
 
 def _attention(config: Any, hidden: int) -> tuple[int, int]:

@@ -46,8 +46,8 @@ def check_lengths(dataloader: object, trainer: "pl.Trainer", device: torch.devic
     if uneven:
         name = stage.dataloader_prefix
         raise ValueError(
-            f"the {name} dataloader has {', '.join(map(str, lengths))} batches on rank 0 to {len(lengths) - 1}; the ranks"
-            " exchange tokens at every step, so each needs the same number"
+            f"the {name} dataloader has {', '.join(map(str, lengths))} batches on rank 0 to {len(lengths) - 1};"
+            " the ranks exchange tokens at every step, so each needs the same number"
             f" (in prediction: at least one). Set drop_last=True, Trainer({_LIMITS[stage]}={min(lengths) or 1}), or let"
             " Lightning divide the data (use_distributed_sampler=True)"
         )

@@ -1,4 +1,7 @@
-"""The two views of the ranks: ``(replicate, shard)`` for dense weights, ``(replicate, expert_shard, expert)`` for experts."""
+"""The two views of the ranks.
+
+Dense weights see ``(replicate, shard)``, experts ``(replicate, expert_shard, expert)``.
+"""
 
 import math
 from collections.abc import Mapping
@@ -98,7 +101,9 @@ def resolve_expert_parallel_size(
     common = math.gcd(shard_size, *num_experts.values())
     for name, count in num_experts.items():
         if count % size:
-            problem = "is larger than the number of experts" if size > count else "does not divide the number of experts"
+            problem = (
+                "is larger than the number of experts" if size > count else "does not divide the number of experts"
+            )
             raise ValueError(
                 f"expert_parallel_size={size} {problem} of {name!r}, which is {count}; every rank must hold the same"
                 f" number. Allowed with {shard_size} ranks a replica are {_listed(_divisors(common))}, or 'auto'"

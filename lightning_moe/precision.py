@@ -1,6 +1,6 @@
 """Lightning's face for dtypes."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -39,7 +39,7 @@ class MoEPrecision(Precision):
             raise ValueError(f"precision={precision!r} is not supported by MoEPrecision; {_allowed()}")
         if not router_dtype.is_floating_point:
             raise ValueError(f"router_dtype={router_dtype} must be a floating-point dtype, for example torch.float32")
-        self.precision: PrecisionName = precision  # type: ignore[assignment]
+        self.precision: PrecisionName = precision
         self.router_dtype = router_dtype
         self.last_gradient_norm: Tensor | None = None
 
@@ -118,7 +118,7 @@ class MoEPrecision(Precision):
         clip_gradients_by_value(self.main_params(optimizer), float(clip_val))
 
 
-def _device_of(parameters: list[Tensor]) -> torch.device:
+def _device_of(parameters: Sequence[Tensor]) -> torch.device:
     return parameters[0].device if parameters else torch.device("cpu")
 
 

@@ -7,7 +7,6 @@ from datetime import timedelta
 from typing import Any, Literal
 
 import lightning.pytorch as pl
-import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
@@ -150,7 +149,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
     def _check_imports(self) -> None:
         """Refuse objects of the other package that ships the same code: they would be half connected, silently."""
         assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer: Any = self.lightning_module.trainer
         candidates = [self.lightning_module, *trainer.callbacks, *trainer.loggers, getattr(trainer, "datamodule", None)]
         for candidate in candidates:
             if any(cls.__module__.split(".")[0] == "pytorch_lightning" for cls in type(candidate).__mro__):
@@ -203,7 +202,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         dispatcher = build_dispatcher(self.dispatcher, size)
         if not experts:
             _warn_no_experts(module)
-        module = self.precision_plugin.convert_module(module)
+        self.precision_plugin.convert_module(module)
         options = ShardingOptions(dispatcher, self.experts_backend, self.reshard_after_forward, self.block_classes)
         meshes: Meshes = build_meshes(self._device_mesh, size)
         sharded = shard_module(module, experts, meshes, policy, options, self.root_device)
@@ -223,9 +222,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             if stale:
                 raise ValueError(
                     f"{type(optimizer).__name__} was built before the model was sharded: {stale} of its"
-                    f" {len(parameters)} parameters are no longer those of the model, so it would train nothing. Build it"
-                    " inside configure_optimizers() from self.parameters(); in a YAML config give the optimizer to the"
-                    " model (`optimizer: OptimizerCallable`), not at the top level"
+                    f" {len(parameters)} parameters are no longer those of the model, so it would train nothing."
+                    " Build it inside configure_optimizers() from self.parameters(); in a YAML config give the"
+                    " optimizer to the model (`optimizer: OptimizerCallable`), not at the top level"
                 )
 
     # Training
@@ -254,7 +253,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         steps = [n for n in self.lightning_module.trainer.predict_loop.max_batches if n != float("inf")]
         self._predict_steps_left = sum(map(int, steps))
-        self._predict_steps_extra = max(gather_int(self._predict_steps_left, self.root_device)) - self._predict_steps_left
+        self._predict_steps_extra = (
+            max(gather_int(self._predict_steps_left, self.root_device)) - self._predict_steps_left
+        )
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -280,10 +281,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         if not isinstance(tensor, Tensor) or not _distributed_is_initialized():
             return tensor
         mean = reduce_op is None or (isinstance(reduce_op, str) and reduce_op.lower() in ("mean", "avg"))
+        op: Any = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) and not mean else reduce_op
         if mean:
             op = dist.ReduceOp.SUM
-        else:
-            op = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
         result = tensor.clone()
         if mean and not result.is_floating_point():
             result = result.float()

@@ -7,7 +7,7 @@ state, it is the same on every rank, and a run continues from it on another numb
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -171,8 +171,8 @@ class ResumableLoader(DataLoader[Any]):
     stays that of a whole epoch. Batches count when they are handed out, so those that workers have fetched ahead
     are not lost.
 
-    Without a Trainer: ``loader.load_state_dict(state)``, then ``loader.sampler.set_epoch(epoch)`` and iterate, beginning
-    with ``epoch = state["epoch"]``. Resuming with another epoch begins that epoch at its first batch.
+    Without a Trainer: ``loader.load_state_dict(state)``, then ``loader.sampler.set_epoch(epoch)`` and iterate, from
+    ``epoch = state["epoch"]`` on. Any other epoch begins at its first batch.
 
     Args:
         dataset: A map-style dataset with a length.
@@ -201,7 +201,7 @@ class ResumableLoader(DataLoader[Any]):
     ) -> None:
         if not isinstance(sampler, ResumableSampler):
             raise TypeError(
-                f"ResumableLoader takes a ResumableSampler as sampler, got {type(sampler).__name__}. If this comes from "
+                f"sampler is a {type(sampler).__name__}; ResumableLoader takes a ResumableSampler. If this comes from "
                 "Trainer(overfit_batches=...), which replaces samplers, hand the Trainer a plain DataLoader"
             )
         for name in ("shuffle", "drop_last", "batch_sampler"):
@@ -266,15 +266,15 @@ class ResumableLoader(DataLoader[Any]):
         start = steps * self.items_per_step
         if start < items and steps < len(self):
             rank_zero_info(
-                f"The checkpoint's position, {items} windows into epoch {state_dict['epoch']}, is not a whole number of "
-                f"steps of {self.items_per_step} windows (batch_size={self.batch_size} on {self.sampler.num_replicas} "
-                f"ranks): continuing at {start}, so {items - start} windows are seen again."
+                f"The checkpoint's position, {items} items into epoch {state_dict['epoch']}, is not a whole number of "
+                f"steps of {self.items_per_step} items (batch_size={self.batch_size} on {self.sampler.num_replicas} "
+                f"ranks): continuing at {start}, so {items - start} items are seen again."
             )
         self.sampler.set_epoch(state_dict["epoch"])
         self.sampler.start = start
         self._epoch_of_pass = None
 
-    def _order_facts(self) -> dict[Literal["dataset_items", "seed", "shuffle"], Any]:
+    def _order_facts(self) -> dict[str, Any]:
         return {
             "dataset_items": len(self.dataset),  # type: ignore[arg-type]
             "seed": self.sampler.seed,

@@ -43,7 +43,7 @@ class _SendRows(torch.autograd.Function):
     """Rows and their weights to the experts. One node, so that both collectives keep one order on every rank."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, rows: Tensor, weights: Tensor, exchange: _Exchange
     ) -> tuple[Tensor, Tensor]:
         ctx.exchange = exchange
@@ -54,7 +54,7 @@ class _SendRows(torch.autograd.Function):
         return rows, weights
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, grad_rows: Tensor, grad_weights: Tensor
     ) -> tuple[Tensor, Tensor, None]:
         # Gradients that autograd does not have arrive as zeros, so no rank ever skips these two collectives.
@@ -69,12 +69,12 @@ class _ReturnRows(torch.autograd.Function):
     """Rows back to the ranks that sent them."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
         return _all_to_all(_to_source_order(rows, exchange), exchange.send, exchange.receive, exchange.group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         exchange: _Exchange = ctx.exchange
         grad = _all_to_all(grad, exchange.receive, exchange.send, exchange.group)
         return grad if exchange.to_expert_major is None else grad[exchange.to_expert_major], None

@@ -40,7 +40,7 @@ class Dispatched:
     """The rows that the experts of this rank have to compute.
 
     Attributes:
-        rows: ``[R, H]`` in the dtype of the hidden states, sorted by local expert: the rows of expert ``e`` are contiguous.
+        rows: ``[R, H]`` in the dtype of the hidden states, sorted by local expert.
         row_weights: ``[R]`` float32 routing weights, differentiable; 0 on padding rows.
         tokens_per_expert: ``[E_local]`` int64 on the device of ``rows``; sums to ``R``, alignment padding included.
         tokens_per_expert_host: The same numbers as a list where the dispatcher knows them on the host anyway.
@@ -128,7 +128,7 @@ class Dispatcher(ABC):
         Args:
             hidden_states: ``[T, H]``; ``T`` may be 0 and may differ between ranks.
             top_k_index: ``[T, K]`` int64 expert of each choice, from 0 to ``num_experts - 1``; -1 drops the choice.
-            top_k_weights: ``[T, K]`` float routing weights; the gradient that they get is float32 until it is cast back.
+            top_k_weights: ``[T, K]`` float routing weights; their gradient travels in float32.
 
         Returns:
             The rows that this rank's experts compute.

@@ -72,7 +72,7 @@ class _RowsToTokens(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, routing: Routing) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, rows: Tensor, routing: Routing) -> Tensor:
         ctx.routing = routing
         hidden = rows.shape[1]
         num_choices = routing.num_tokens * routing.top_k
@@ -81,7 +81,7 @@ class _RowsToTokens(torch.autograd.Function):
         return choices.view(routing.num_tokens, routing.top_k, hidden).sum(dim=1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.index_select(0, ctx.routing.token_of_row), None
 
 
@@ -89,12 +89,12 @@ class _TokensToRows(torch.autograd.Function):
     """Gather ``[S, H]`` rows from ``[T, H]`` tokens; the backward pass is :class:`_RowsToTokens`' forward."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, routing: Routing) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, tokens: Tensor, routing: Routing) -> Tensor:
         ctx.routing = routing
         return tokens.index_select(0, routing.token_of_row)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return rows_to_tokens(grad, ctx.routing), None
 
 

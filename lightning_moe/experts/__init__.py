@@ -119,7 +119,8 @@ def choose_backend(
     if backend == "auto":
         return LoopBackend(), reason
     raise ValueError(
-        f"experts_backend={backend!r} cannot compute {type(module).__name__}: {reason}; set experts_backend='auto' or 'loop'"
+        f"experts_backend={backend!r} cannot compute {type(module).__name__}: {reason};"
+        " set experts_backend='auto' or 'loop'"
     )
 
 

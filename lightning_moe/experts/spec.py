@@ -72,7 +72,9 @@ class ExpertsSpec:
     post: Callable[[Any, Tensor], Tensor] | None = None
     compute: ExpertsFunction | None = None
     # How the module is made to call the dispatched computation; adapters of other libraries replace it.
-    install: Callable[[nn.Module, Callable[..., Tensor]], None] = field(default=lambda m, f: replace_forward(m, f), repr=False)
+    install: Callable[[nn.Module, Callable[..., Tensor]], None] = field(
+        default=lambda m, f: replace_forward(m, f), repr=False
+    )
 
     def __post_init__(self) -> None:
         mlp = (self.up, self.down, self.activation)
@@ -103,8 +105,8 @@ class ExpertsSpec:
         sizes = {name: parameter.shape[0] if parameter.ndim else 0 for name, parameter in parameters.items()}
         if not sizes or len(set(sizes.values())) != 1 or 0 in sizes.values():
             raise ValueError(
-                f"{type(module).__name__} is registered as an experts class, so dimension 0 of each of its own parameters"
-                f" must be the expert; it has {sizes or 'no parameters'}. Move other parameters into a submodule"
+                f"{type(module).__name__} is registered as an experts class, so dimension 0 of each of its own"
+                f" parameters must be the expert; it has {sizes or 'no parameters'}. Move other parameters into a submodule"
             )
         return next(iter(sizes.values()))
 
@@ -147,4 +149,4 @@ def local_weight(module: nn.Module, name: str) -> Tensor:
 
 def replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
     """Let one module instance call ``forward`` in place of the method of its class."""
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward

@@ -46,7 +46,7 @@ def experts_spec(module: nn.Module) -> ExpertsSpec | None:
 
 def _interface(cls: type) -> Any:
     """Return the experts interface that the forward of a class looks itself up in, ``None`` where there is none."""
-    closure = getattr(cls.forward, "__closure__", None) or ()
+    closure = getattr(getattr(cls, "forward", None), "__closure__", None) or ()
     for cell in closure:
         value = cell.cell_contents
         if any((c.__module__, c.__name__) == _INTERFACE for c in type(value).__mro__):

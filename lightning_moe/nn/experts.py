@@ -1,5 +1,6 @@
 """The experts of a Mixture-of-Experts layer, their weights stacked."""
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -10,7 +11,7 @@ from lightning_moe.dispatch.local import LocalDispatcher
 from lightning_moe.experts import ExpertsSpec, choose_backend, register_experts
 from lightning_moe.parallel.routed import RoutedExperts
 
-_ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
 
 class GroupedExperts(nn.Module):
@@ -41,7 +42,9 @@ class GroupedExperts(nn.Module):
     ) -> None:
         super().__init__()
         if activation not in _ACTIVATIONS:
-            raise ValueError(f"activation={activation!r} is not known; allowed are {', '.join(map(repr, _ACTIVATIONS))}")
+            raise ValueError(
+                f"activation={activation!r} is not known; allowed are {', '.join(map(repr, _ACTIVATIONS))}"
+            )
         self.activation = activation
         up = torch.empty(num_experts, (2 if gated else 1) * intermediate_size, hidden_size)
         if gated:

@@ -14,7 +14,7 @@ from lightning_moe.mesh import Layout, Meshes
 from lightning_moe.parallel.initialize import copy_from_rank_zero, materialize, shared_random_state
 from lightning_moe.parallel.policy import DtypePolicy
 from lightning_moe.parallel.routed import RoutedExperts
-from lightning_moe.parallel.structure import find_blocks, find_routers, find_roots
+from lightning_moe.parallel.structure import find_blocks, find_roots, find_routers
 
 _SHARDED = "_lightning_moe_sharded"
 
@@ -198,9 +198,7 @@ class _Sharder:
         self.done.add(id(module))
 
     def _fully_shard(self, module: nn.Module, policy: MixedPrecisionPolicy, reshard_after_forward: bool | None) -> None:
-        fully_shard(
-            module, mesh=self.meshes.dense_fsdp, mp_policy=policy, reshard_after_forward=reshard_after_forward
-        )
+        fully_shard(module, mesh=self.meshes.dense_fsdp, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         self.done.add(id(module))
 
 

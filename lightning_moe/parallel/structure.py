@@ -10,8 +10,8 @@ from lightning_moe.experts import FoundExperts
 def find_roots(lightning_module: nn.Module) -> list[tuple[str, nn.Module]]:
     """List the top-level modules of a LightningModule, each of which is called by itself.
 
-    ``training_step`` is not the forward of the LightningModule, so the hooks of FSDP2 belong on its children. Containers
-    have no forward of their own; their entries count instead.
+    ``training_step`` is not the forward of the LightningModule, so the hooks of FSDP2 belong on its children.
+    Containers have no forward of their own; their entries count instead.
 
     Raises:
         ValueError: If the LightningModule holds a parameter directly, or two top-level modules share one: FSDP2 could
@@ -20,8 +20,8 @@ def find_roots(lightning_module: nn.Module) -> list[tuple[str, nn.Module]]:
     own = [name for name, _ in lightning_module.named_parameters(recurse=False)]
     if own:
         raise ValueError(
-            f"{type(lightning_module).__name__} holds the parameters {', '.join(map(repr, own))} directly; FSDP2 gathers"
-            " weights when the module that holds them is called, so move them into a submodule with a forward"
+            f"{type(lightning_module).__name__} holds the parameters {', '.join(map(repr, own))} directly; FSDP2"
+            " gathers weights when the module that holds them is called: move them into a submodule with a forward"
         )
     roots = list(_roots("", lightning_module))
     owner: dict[int, str] = {}

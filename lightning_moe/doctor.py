@@ -1,0 +1,177 @@
+"""What this machine can run: ``lightning-moe doctor``."""
+
+import argparse
+import os
+import platform
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from lightning_moe.optional import probe
+
+_GIB = 2**30
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run ``lightning-moe doctor``.
+
+    Args:
+        argv: The arguments after the command; there are none but ``--help``.
+
+    Returns:
+        The exit code.
+    """
+    argparse.ArgumentParser(
+        prog="lightning-moe doctor",
+        description="Show versions, devices, process-group backends, and which dispatchers and experts backends are"
+        " usable here. Send this along with a bug report.",
+    ).parse_args(argv)
+    return run()
+
+
+def run() -> int:
+    """Print the report.
+
+    Returns:
+        The exit code, always 0: a missing optional package is not an error.
+    """
+    Console().print(report())
+    return 0
+
+
+def report() -> Group:
+    """Build the report.
+
+    Returns:
+        Tables of versions, devices, process-group backends, dispatchers and experts backends, readable at 80 columns.
+    """
+    from lightning_moe.dispatch import dispatcher_options
+    from lightning_moe.experts import backend_options
+
+    return Group(
+        _facts("Versions", versions()),
+        _facts("Devices", devices()),
+        _choices("Process-group backends", process_group_backends()),
+        _choices("Dispatchers: how rows reach their expert (strategy option dispatcher=)", dispatcher_options()),
+        _choices("Experts backends: what computes the rows (strategy option experts_backend=)", backend_options()),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Collect the versions of everything that decides what works.
+
+    Returns:
+        Name to version, or to the reason why there is none.
+    """
+    return {
+        "lightning-moe": _distribution("lightning-moe"),
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "lightning": _distribution("lightning"),
+        "transformers": _optional("transformers"),
+        "transformer-engine": _optional("transformer_engine"),
+        "deep-ep": _optional("deep_ep"),
+        "CUDA": torch.version.cuda or "none: this torch is built without CUDA",
+        "NCCL": _safely(_nccl_version),
+    }
+
+
+def devices() -> dict[str, str]:
+    """Describe the processors.
+
+    Returns:
+        ``"CPU"`` with cores and memory in GiB, and one entry a CUDA device with name, memory and compute capability.
+    """
+    found = {"CPU": _safely(_cpu)}
+    try:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    except Exception as error:
+        found["CUDA"] = f"cannot be asked: {' '.join(str(error).split())}"
+        return found
+    for index in range(count):
+        found[f"CUDA {index}"] = _safely(lambda index=index: _cuda_device(index))  # type: ignore[misc]
+    if count == 0:
+        found["CUDA"] = "no device"
+    return found
+
+
+def process_group_backends() -> dict[str, str]:
+    """List the backends of torch.distributed.
+
+    Returns:
+        Name to an empty string where it is usable, else the reason.
+    """
+    if not dist.is_available():
+        return dict.fromkeys(("gloo", "nccl"), "this torch is built without torch.distributed")
+    gloo = "" if dist.is_gloo_available() else "this torch is built without gloo"
+    if not dist.is_nccl_available():
+        nccl = "this torch is built without NCCL"
+    else:
+        nccl = "" if torch.cuda.is_available() else "no CUDA device"
+    return {"gloo": gloo, "nccl": nccl}
+
+
+def _distribution(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed as a package"
+
+
+def _optional(name: str) -> str:
+    found = probe(name)
+    return (found.version or "version unknown") if found.module is not None else found.reason
+
+
+def _nccl_version() -> str:
+    if not dist.is_available() or not dist.is_nccl_available():
+        return "none: this torch is built without NCCL"
+    return ".".join(str(part) for part in torch.cuda.nccl.version())
+
+
+def _cpu() -> str:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    text = f"{usable} of {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _GIB
+        text += f", {memory:.1f} GiB memory"
+    return text
+
+
+def _cuda_device(index: int) -> str:
+    found = torch.cuda.get_device_properties(index)
+    return f"{found.name}, {found.total_memory / _GIB:.1f} GiB, compute capability {found.major}.{found.minor}"
+
+
+def _safely(ask: Callable[[], str]) -> str:
+    """A doctor that falls ill over one question is of no use: any failure becomes the answer."""
+    try:
+        return ask()
+    except Exception as error:
+        return f"unknown ({type(error).__name__}: {' '.join(str(error).split())})"
+
+
+def _facts(title: str, facts: dict[str, str]) -> Table:
+    table = _table(title)
+    for name, text in facts.items():
+        table.add_row(name, Text(text))
+    return table
+
+
+def _choices(title: str, options: dict[str, str]) -> Table:
+    table = _table(title)
+    for name, reason in options.items():
+        table.add_row(name, Text(f"not usable: {reason}", "yellow") if reason else Text("usable", "green"))
+    return table
+
+
+def _table(title: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, expand=True)
+    table.add_column(no_wrap=True, width=18)
+    table.add_column(ratio=1, overflow="fold")
+    return table

@@ -1,0 +1,5 @@
+"""LightningModules that the configs of this project instantiate."""
+
+from lightning_moe.models.causal_lm import CausalLM
+
+__all__ = ["CausalLM"]

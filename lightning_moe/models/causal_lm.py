@@ -1,0 +1,270 @@
+"""A LightningModule around any causal language model of Transformers."""
+
+import logging
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import LambdaLR
+from typing_extensions import override
+
+from lightning_moe.flops import transformer_flops_per_token
+from lightning_moe.models.configuration import has_weights, network_config
+from lightning_moe.models.parameter_groups import decay_groups
+from lightning_moe.models.schedule import Schedule, check_schedule, learning_rate_factor
+from lightning_moe.optional import require
+
+_log = logging.getLogger(__name__)
+
+_IGNORED = -100
+
+
+class CausalLM(LightningModule):
+    """Trains any causal language model of Transformers, dense or Mixture-of-Experts, on next-token prediction.
+
+    The network is named in exactly one of three ways: ``config_class`` with the fields in ``config``; ``config`` with
+    the key ``model_type``; or ``pretrained``. Nothing is ever downloaded.
+
+    A batch is a mapping with ``input_ids`` ``[B, L]`` and ``labels`` ``[B, L]`` (int64). A label is the token that
+    follows, so the data is shifted already, and -100 marks positions that do not count. ``attention_mask`` and
+    ``position_ids`` are passed on where they are present.
+
+    The loss is the mean over the valid tokens of all ranks, however they are spread. With gradient accumulation the
+    micro-batches weigh the same, as everywhere in Lightning. The load-balancing loss of Transformers is not added.
+
+    Args:
+        config: Fields of the network's configuration, for example ``{hidden_size: 256, num_hidden_layers: 4}``.
+        config_class: Name of a configuration class of Transformers, for example ``Qwen3MoeConfig``.
+        pretrained: A folder with a ``config.json``. Weights are read from safetensors files that lie there; without
+            any the weights are random.
+        optimizer: Builds the optimizer from parameter groups. Norms and biases are in a group without weight decay.
+        warmup_steps: Optimizer steps in which the learning rate rises linearly.
+        schedule: ``"cosine"``: fall to ``min_lr_ratio`` over the length of the run; or ``"constant"``.
+        min_lr_ratio: The share of the learning rate at which the cosine ends.
+        meta_device: Build the network without memory; ``ExpertParallelStrategy`` makes and initializes it block by
+            block, so that the whole network never has to fit one device. Only for random weights.
+
+    Raises:
+        ValueError: If an option, the configuration class, the model type or a field of the configuration does not exist
+            or has a value that is not allowed.
+        FileNotFoundError: If ``pretrained`` is not a folder with the files that it needs.
+        ModuleNotFoundError: If Transformers is not installed.
+    """
+
+    model: torch.nn.Module
+
+    def __init__(
+        self,
+        config: dict[str, Any] | None = None,
+        config_class: str | None = None,
+        pretrained: str | None = None,
+        optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(
+            parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1
+        ),
+        warmup_steps: int = 0,
+        schedule: Schedule = "cosine",
+        min_lr_ratio: float = 0.1,
+        meta_device: bool = False,
+    ) -> None:
+        super().__init__()
+        check_schedule(schedule, warmup_steps, min_lr_ratio)
+        self.network_config = network_config(config, config_class, pretrained)
+        if meta_device and pretrained is not None and has_weights(pretrained):
+            raise ValueError(f"meta_device=True would lose the weights in pretrained={pretrained!r}; leave it out")
+        # Not the optimizer: a checkpoint with a function in it cannot be read with weights_only=True.
+        self.save_hyperparameters(ignore=["optimizer"])
+        self.pretrained = pretrained
+        self.optimizer = optimizer
+        self.warmup_steps = warmup_steps
+        self.schedule: Schedule = schedule
+        self.min_lr_ratio = min_lr_ratio
+        self.meta_device = meta_device
+        self._evaluated = torch.zeros(2)  # summed loss and valid tokens of the evaluation that is running
+
+    # The network
+
+    @override
+    def configure_model(self) -> None:
+        if "model" in self._modules:  # called for each fit, validate, test and predict
+            return
+        if self.pretrained is not None and has_weights(self.pretrained):
+            self.model = self._load_network(self.pretrained)
+            return
+        transformers = require("transformers", "CausalLM")
+        with torch.device("meta") if self._build_on_meta() else nullcontext():
+            # The default dtype is the one that the Trainer's precision stores weights in, not that of config.json.
+            self.model = transformers.AutoModelForCausalLM.from_config(
+                self.network_config, dtype=torch.get_default_dtype()
+            )
+
+    def _build_on_meta(self) -> bool:
+        if not self.meta_device or self._trainer is None:  # without a Trainer: load_from_checkpoint fills the weights
+            return False
+        from lightning_moe.strategy import ExpertParallelStrategy
+
+        if not isinstance(self.trainer.strategy, ExpertParallelStrategy):
+            raise ValueError(
+                f"meta_device=True needs Trainer(strategy='moe_ep'): {type(self.trainer.strategy).__name__} would leave"
+                " the weights uninitialized. Choose that strategy or leave meta_device out"
+            )
+        return True
+
+    def _load_network(self, folder: str) -> torch.nn.Module:
+        transformers = require("transformers", "CausalLM")
+        network, found = transformers.AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=self.network_config,
+            dtype=torch.get_default_dtype(),
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+        if missing := sorted(found["missing_keys"]):
+            raise ValueError(
+                f"pretrained={folder!r} lacks {len(missing)} weights of {type(network).__name__}, for example"
+                f" {', '.join(missing[:3])}; they would be random"
+            )
+        if unexpected := sorted(found["unexpected_keys"]):
+            _log.warning("%s holds %d weights that are not used, e.g. %s", folder, len(unexpected), unexpected[0])
+        return network.train()
+
+    @override
+    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
+        """Run the network.
+
+        Args:
+            input_ids: Tokens ``[B, L]``.
+            **kwargs: What else the network's ``forward`` takes.
+
+        Returns:
+            The network's output, with ``logits`` ``[B, L, V]``.
+
+        Raises:
+            RuntimeError: If the network is not built yet.
+        """
+        if "model" not in self._modules:
+            raise RuntimeError("the network is not built yet: call configure_model() first (a Trainer does)")
+        return self.model(input_ids=input_ids, **kwargs)
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Return the training FLOPs a token, by the convention of :mod:`lightning_moe.flops`.
+
+        Args:
+            sequence_length: Tokens in the sequence.
+
+        Raises:
+            ValueError: If the formula does not cover the network; the message names the field that says so.
+        """
+        return transformer_flops_per_token(self.network_config, sequence_length).total
+
+    # Steps
+
+    @override
+    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        losses, valid = self._token_losses(batch)
+        local = losses.sum()
+        total, count = self._reduced(torch.stack([local.detach(), valid.sum().to(local.dtype)])).unbind()
+        count = count.clamp(min=1.0)
+        # Strategies average gradients over the W ranks. With S_r the summed loss of rank r and N the valid tokens of
+        # all ranks, (1/W) sum_r (S_r * W / N) = sum_r S_r / N: the mean over all tokens. A rank without a valid token
+        # has S_r = 0 and gradients of exactly zero, and takes part in every collective of the backward.
+        loss = local * (self.trainer.world_size / count)
+        self.log("train/loss", total / count, prog_bar=True)
+        self.log("lr", float(self.trainer.optimizers[0].param_groups[0]["lr"]))
+        return loss
+
+    @override
+    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._evaluate(batch)
+
+    @override
+    def test_step(self, batch: Mapping[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._evaluate(batch)
+
+    @override
+    def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """Return the mean log-likelihood of a sequence's valid labels ``[B]`` (nats a token, NaN if it has none)."""
+        losses, valid = self._token_losses(batch)
+        return -losses.sum(dim=1) / valid.sum(dim=1)
+
+    @override
+    def on_validation_epoch_start(self) -> None:
+        self._evaluated = torch.zeros(2, device=self.device)
+
+    @override
+    def on_test_epoch_start(self) -> None:
+        self._evaluated = torch.zeros(2, device=self.device)
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self._log_evaluation("val")
+
+    @override
+    def on_test_epoch_end(self) -> None:
+        self._log_evaluation("test")
+
+    def _token_losses(self, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the loss of each token ``[B, L]`` in float32, 0 where the label does not count, and where it does."""
+        if not isinstance(batch, Mapping) or not {"input_ids", "labels"} <= batch.keys():
+            found = list(batch) if isinstance(batch, Mapping) else type(batch).__name__
+            raise TypeError(f"CausalLM needs batches that map 'input_ids' and 'labels' to tensors, got {found}")
+        labels = batch["labels"]
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
+        logits = self(**inputs, use_cache=False).logits
+        losses = cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=_IGNORED, reduction="none")
+        return losses.view(labels.shape), labels != _IGNORED
+
+    def _evaluate(self, batch: Mapping[str, Tensor]) -> None:
+        losses, valid = self._token_losses(batch)
+        # In float32 the sums of a long validation would lose what single tokens add; MPS has no float64.
+        dtype = torch.float32 if losses.device.type == "mps" else torch.float64
+        self._evaluated = self._evaluated.to(dtype) + torch.stack([losses.sum(dtype=dtype), valid.sum().to(dtype)])
+
+    def _log_evaluation(self, stage: str) -> None:
+        """Log the mean over the valid tokens of all batches, dataloaders and ranks."""
+        total, count = self._reduced(self._evaluated).unbind()
+        loss = total / count
+        # The values are those of all ranks already; sync_dist says so to Lightning, which would warn otherwise.
+        self.log(f"{stage}/loss", loss.float(), prog_bar=True, sync_dist=True)
+        self.log(f"{stage}/perplexity", loss.exp().float(), sync_dist=True)
+
+    def _reduced(self, sums: Tensor) -> Tensor:
+        return self.trainer.strategy.reduce(sums, reduce_op="sum")
+
+    # Optimizer
+
+    @override
+    def configure_optimizers(self) -> Any:
+        optimizer = self.optimizer(decay_groups(self))
+
+        def factor(step: int) -> float:
+            return learning_rate_factor(step, self._total_steps, self.warmup_steps, self.schedule, self.min_lr_ratio)
+
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+    @override
+    def on_train_start(self) -> None:
+        if self.schedule == "cosine":
+            self._total_steps()  # an unknown length is an error now, not after the warm-up
+        # A checkpoint brings the learning rate of its own run's length: follow the present length from the first step.
+        for config in self.trainer.lr_scheduler_configs:
+            scheduler = config.scheduler
+            if isinstance(scheduler, LambdaLR):
+                rates = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+                for group, base, factor in rates:
+                    group["lr"] = base * factor(scheduler.last_epoch)
+
+    def _total_steps(self) -> int:
+        total = self.trainer.estimated_stepping_batches
+        if total == -1 or math.isinf(total):
+            raise ValueError(
+                "schedule='cosine' needs to know how long the run is: set Trainer(max_steps=...), or max_epochs with"
+                " data of known length, or use schedule='constant'"
+            )
+        return int(total)
