@@ -22,6 +22,7 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from rich.console import Console
 from rich.text import Text
@@ -142,10 +143,11 @@ class MoECLI(LightningCLI):
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
-        except (ValueError, MisconfigurationException, ModuleNotFoundError) as error:
-            if os.environ.get("LIGHTNING_MOE_TRACEBACK"):
-                raise
-            reason = f"{_sources(self._arguments)}: {' '.join(str(error).split())}".rstrip(".")
+        except Exception as error:
+            cause = _first_cause(error)
+            if os.environ.get("LIGHTNING_MOE_TRACEBACK") or not _refuses_an_option(cause):
+                raise cause from None
+            reason = f"{_sources(self._arguments)}: {_condense(str(error))}"
             raise _RefusedError(reason, "(LIGHTNING_MOE_TRACEBACK=1 shows where this was raised)") from error
 
     def fit(self, **kwargs: Any) -> None:
@@ -178,6 +180,7 @@ class MoECLI(LightningCLI):
         """
         wanted = kwargs.get("ckpt_path")
         if wanted not in ("last", "best"):
+            self._check_checkpoint(wanted)
             return kwargs
         model = self._get(self.config, "model")
         places = _checkpoint_places(self.trainer, getattr(model, "class_path", None))
@@ -187,12 +190,24 @@ class MoECLI(LightningCLI):
             listed = " ".join(_shown(path) for path in found) or f"none in {searched}"
             raise _RefusedError("ckpt_path 'best' is known only inside the run that saved it", f"Give a path: {listed}")
         if found:
+            self._check_checkpoint(found[0])
             _say(f"{self.subcommand} continues from {_shown(found[0])}")
             return {**kwargs, "ckpt_path": str(found[0])}
         if self.subcommand == "fit":
             rank_zero_warn(f"ckpt_path 'last': no checkpoint in {searched}; training begins at step 0.")
             return {**kwargs, "ckpt_path": None}
         raise _RefusedError(f"ckpt_path 'last': no checkpoint in {searched}", "Run `lightning-moe fit` or give a path")
+
+    def _check_checkpoint(self, path: str | Path | None) -> None:
+        if path is None or not (Path(path) / ".metadata").is_file():
+            return
+        if not isinstance(self.trainer.strategy, ModelParallelStrategy | FSDPStrategy):
+            raise _RefusedError(
+                f"ckpt_path {_shown(path)} is a distributed checkpoint (a directory), which the strategy"
+                f" {type(self.trainer.strategy).__name__} cannot read",
+                "Set trainer.strategy: moe_ep, or merge it to one file:"
+                f" python -m lightning.fabric.utilities.consolidate_checkpoint {shlex.quote(_shown(path))}",
+            )
 
     @rank_zero_only
     def _print_summary(self) -> None:
@@ -315,7 +330,7 @@ def _check_config_file(file: str) -> None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = " ".join(str(part) for part in (error.context, error.problem) if part)
+        problem = ", ".join(str(part) for part in (error.context, error.problem) if part)
         raise _RefusedError(f"config file {file}{where}: {problem}", "Correct the YAML there or just above") from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise _RefusedError(
@@ -329,21 +344,37 @@ def _check_config_file(file: str) -> None:
 
 
 def _explain(message: str, arguments: list[str]) -> _RefusedError:
-    """Make one line with a next step out of what jsonargparse says about the content of a config."""
+    """Say what is wrong with the content of a config, and the next step."""
+    text = _condense(message)
+    return _RefusedError(f"{_sources(arguments)}: {text}", _hint(text, arguments[0]))
+
+
+def _condense(message: str) -> str:
+    """Make one line of what jsonargparse says, which lists every type that a value might have had."""
     lines = [line.strip() for line in message.splitlines()]
-    specific = any("Problem with given class_path" in line for line in lines)
-    noise = [
-        "Does not validate against any",
-        "Subtypes:",
-        "Errors:",
-        "Given value type:",
-        "- Expected a <class 'NoneType'>",
-    ]
-    if specific:
-        noise += ["Given value:", "- Expected a <class 'str'>"]
-    text = " ".join(line for line in lines if line and not line.startswith(tuple(noise)))
-    text = re.sub(r"<class '([\w.]+)'>", r"\1", re.sub(r'Parser key "([^"]+)"', r"\1", text))
-    return _RefusedError(f"{_sources(arguments)}: {text}".rstrip("."), _hint(text, arguments[0]))
+    noise = ["Does not validate against any", "Subtypes:", "Errors:", "Given value type:"]
+    tried = [line for line in lines if line.startswith("- ")]
+    if any(not line.startswith("- Expected a <class") for line in tried):
+        noise += ["- Expected a <class", "Given value:"]
+    text = " ".join(line.removeprefix("- ") for line in lines if line and not line.startswith(tuple(noise)))
+    text = re.sub(r'Parser key "([^"]+)"', r"\1", text)
+    return re.sub(r"(?:a )?<class '([\w.]+)'>", r"\1", text).rstrip(".")
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _refuses_an_option(error: BaseException) -> bool:
+    """Whether Lightning or this package rejected what it was given; faults of a user's class keep their traceback."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    raised_in = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
+    deliberate = (ValueError, TypeError, RuntimeError, ImportError, OSError, MisconfigurationException)
+    return isinstance(error, deliberate) and raised_in.startswith(("lightning_moe.", "lightning.", "jsonargparse."))
 
 
 def _hint(text: str, command: str) -> str:
@@ -358,7 +389,7 @@ def _hint(text: str, command: str) -> str:
         close = difflib.get_close_matches(wrong[1], known, n=1)
         meant = f"Did you mean {close[0]!r}? " if close else ""
         return f"{meant}`lightning-moe {command} --help` lists the options"
-    if owner := re.search(r"^(?:- )?([\w.]+): .*class_path '([\w.]+)'.*not accepted", text):
+    if owner := re.search(r"^([\w.]+): .*class_path '([\w.]+)'.*not accepted", text):
         return f"`lightning-moe {command} --{owner[1]}.help {owner[2]}` lists what is"
     return f"`lightning-moe {command} --help` lists the options"
 
@@ -427,5 +458,6 @@ def _quiet() -> None:
         r".*does not have many workers",
         r".*isinstance\(treespec, LeafSpec\).*is deprecated",
         r".*is not supported by the model summary",
+        r"The dirpath has changed from",  # every resumed run writes into a directory of its own
     ):
         warnings.filterwarnings("ignore", message=pattern)

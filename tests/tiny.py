@@ -35,7 +35,7 @@ QWEN3_MOE = {
 def qwen3_moe(**changes: Any) -> torch.nn.Module:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**QWEN3_MOE, **changes))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**QWEN3_MOE, **changes}))
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -1,5 +1,6 @@
 """Language modelling on text that every machine with Python has: the source code of its standard library."""
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -23,7 +24,7 @@ class StdlibCode(TokenDataModule):
     Args:
         sequence_length: Tokens of a window.
         batch_size: Windows of a batch, on each rank.
-        val_fraction: Share of the files to validate on, at least one; 0 for no validation.
+        val_fraction: Share of the bytes to validate on, in whole files, at least one; 0 for no validation.
         seed: Draws the files to validate on and the order of every epoch; 0 or more.
         num_workers: Processes that read ahead, on each rank; 0 reads in the training process.
         max_bytes: Take whole files, drawn by the seed, until there are this many bytes, and cut the last one; default:
@@ -60,7 +61,7 @@ class StdlibCode(TokenDataModule):
     def load_datasets(self) -> tuple[PackedTokens, PackedTokens | None]:
         documents = self._read()
         advice = "Raise max_bytes, or set val_fraction to 0 for no validation"
-        validation = split_documents(len(documents), self.val_fraction, self.seed, advice)
+        validation = split_documents([len(text) for text in documents], self.val_fraction, self.seed, advice)
         train = _join([text for text, held_out in zip(documents, validation, strict=True) if not held_out])
         packed = PackedTokens(train, self.sequence_length)
         if not validation.any():
@@ -73,13 +74,15 @@ class StdlibCode(TokenDataModule):
         """The files of the standard library that make up the data, in the order of their relative paths."""
         root = Path(sysconfig.get_paths()["stdlib"])
         skipped = _NEVER if self.include_tests else _NEVER | _TESTS
-        relative = (path.relative_to(root) for path in root.rglob("*.py"))
-        kept = [path for path in relative if skipped.isdisjoint(path.parts[:-1])]
-        if not kept:
+        found = []
+        for folder, folders, names in os.walk(root):
+            folders[:] = [name for name in folders if name not in skipped]
+            found += [Path(folder, name) for name in names if name.endswith(".py")]
+        if not found:
             raise FileNotFoundError(
                 f"no .py files in {root}: this Python has no source code of its standard library. Use TextData instead"
             )
-        return [root / path for path in sorted(kept, key=lambda path: path.as_posix())]
+        return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
     def _read(self) -> list[bytes]:
         files = self.files()

@@ -21,12 +21,12 @@ from lightning_moe.data.token_cache import (
     token_count,
 )
 from lightning_moe.data.token_data_module import TokenDataModule, split_documents
-from lightning_moe.data.tokenizer import Encoder, check_tokenizer, load_encoder
+from lightning_moe.data.tokenizer import load_encoder
 from lightning_moe.optional import require
 
 _KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 _FORMAT = 1
-_ROWS = 64
+_ROWS = 64  # rows of a batch: few, because a document may be a whole book
 
 
 class TextData(TokenDataModule):
@@ -40,8 +40,8 @@ class TextData(TokenDataModule):
             of one kind: ``.txt``, ``.jsonl``/``.json`` or ``.parquet``.
         sequence_length: Tokens of a window.
         batch_size: Windows of a batch, on each rank.
-        val_fraction: Share of the documents to validate on, at least one; 0 for no validation. Takes no part where
-            ``val_path`` is given.
+        val_fraction: Share of the text to validate on, in whole documents, at least one; 0 for no validation. Takes
+            no part where ``val_path`` is given.
         val_path: Other files to validate on, in the same form as ``path``.
         seed: Draws the documents to validate on and the order of every epoch; 0 or more.
         num_workers: Processes that read ahead, on each rank; 0 reads in the training process.
@@ -76,16 +76,23 @@ class TextData(TokenDataModule):
         super().__init__(sequence_length, batch_size, val_fraction, seed, num_workers)
         self.files = find_files("path", path)
         self.val_files = find_files("val_path", val_path) if val_path is not None else []
-        if shared := sorted(str(file) for file in set(self.files) & set(self.val_files)):
-            raise ValueError(f"val_path={val_path!r} and path={path!r} share {shared}: validate on files of its own")
-        kinds = {_KINDS[file.suffix] for file in self.files}
+        shared = {file.resolve() for file in self.files} & {file.resolve() for file in self.val_files}
+        if shared:
+            raise ValueError(
+                f"val_path={val_path!r} and path={path!r} share {', '.join(sorted(map(str, shared)))}. "
+                "Leave these out of one of them"
+            )
         if sample_by not in ("document", "paragraph", "line"):
             raise ValueError(f"sample_by={sample_by!r}; allowed: 'document', 'paragraph', 'line'")
-        if sample_by != "document" and kinds != {"text"}:
+        has_rows = _KINDS[self.files[0].suffix] != "text"
+        if sample_by != "document" and has_rows:
             raise ValueError(
                 f"sample_by={sample_by!r} is for .txt files; a document of {self.files[0].name} is a row. Leave it out"
             )
-        check_tokenizer(tokenizer, separator_token)
+        if text_column != "text" and not has_rows:
+            raise ValueError(
+                f"text_column={text_column!r} is for files with columns; {self.files[0].name} has none. Leave it out"
+            )
         self.path = path
         self.val_path = val_path
         self.text_column = text_column
@@ -93,19 +100,12 @@ class TextData(TokenDataModule):
         self.separator_token = separator_token
         self.sample_by = sample_by
         self.cache_dir = Path(cache_dir).expanduser() if cache_dir is not None else default_cache_dir()
-        self._encoder: Encoder | None = None
+        self.encoder = load_encoder(tokenizer, separator_token)
 
     @property
     @override
     def vocab_size(self) -> int:
         return self.encoder.vocab_size
-
-    @property
-    def encoder(self) -> Encoder:
-        """The tokenizer, loaded at its first use."""
-        if self._encoder is None:
-            self._encoder = load_encoder(self.tokenizer, self.separator_token)
-        return self._encoder
 
     @property
     @override
@@ -151,17 +151,20 @@ class TextData(TokenDataModule):
     def _write(self, folder: Path) -> None:
         """Tokenize everything into ``train.npy`` and ``val.npy``."""
         documents = self._read("path", self.files, folder / "arrow")
+        sizes = self._sizes("path", documents)
         advice = "Give more documents, a val_path, val_fraction=0 for no validation"
         advice += ", or sample_by='paragraph'" if self.files[0].suffix == ".txt" else ""
         fraction = self.val_fraction if self.val_path is None else 0.0
-        validation = split_documents(len(documents), fraction, self.seed, advice)
+        validation = split_documents(sizes, fraction, self.seed, advice)
         with ExitStack() as stack:
             train = stack.enter_context(closing(TokenWriter(folder / "train.npy", self.encoder.dtype)))
             val = stack.enter_context(closing(TokenWriter(folder / "val.npy", self.encoder.dtype)))
-            for tokens, held_out in zip(self._encode("path", documents), validation, strict=True):
+            for tokens, held_out in zip(self._encode(documents), validation, strict=True):
                 (val if held_out else train).append(tokens)
             if self.val_files:
-                for tokens in self._encode("val_path", self._read("val_path", self.val_files, folder / "arrow")):
+                others = self._read("val_path", self.val_files, folder / "arrow")
+                self._sizes("val_path", others)
+                for tokens in self._encode(others):
                     val.append(tokens)
         shutil.rmtree(folder / "arrow", ignore_errors=True)
         rank_zero_info(
@@ -195,20 +198,29 @@ class TextData(TokenDataModule):
             raise ValueError(f"text_column={column!r} of {option} holds {dtype}; it has to hold strings")
         return rows.select_columns([column])
 
-    def _encode(self, option: str, rows: Any) -> Iterator[np.ndarray]:
+    def _sizes(self, option: str, rows: Any) -> list[int]:
+        """The characters of each row's text.
+
+        Raises:
+            ValueError: If a row has none.
+        """
+        column, sizes = rows.column_names[0], list[int]()
+        for batch in rows.iter(batch_size=_ROWS):
+            for text in batch[column]:
+                if text is None:
+                    raise ValueError(
+                        f"row {len(sizes)} of {option}={getattr(self, option)!r} has no text in "
+                        f"text_column={column!r}. Remove such rows"
+                    )
+                sizes.append(len(text))
+        return sizes
+
+    def _encode(self, rows: Any) -> Iterator[np.ndarray]:
         """The tokens of each row with the separator; none for an empty row."""
         end = np.asarray([self.encoder.separator], dtype=self.encoder.dtype)
-        column, first = rows.column_names[0], 0
         for batch in rows.iter(batch_size=_ROWS):
-            texts = batch[column]
-            if None in texts:
-                raise ValueError(
-                    f"row {first + texts.index(None)} of {option}={getattr(self, option)!r} has no text in "
-                    f"text_column={column!r}. Remove such rows"
-                )
-            for tokens in self.encoder.encode(texts):
+            for tokens in self.encoder.encode(batch[rows.column_names[0]]):
                 yield np.concatenate([tokens, end]) if len(tokens) else tokens
-            first += len(texts)
 
 
 def find_files(option: str, value: str | list[str]) -> list[Path]:
@@ -241,15 +253,15 @@ def find_files(option: str, value: str | list[str]) -> list[Path]:
 def _find(option: str, item: str) -> list[Path]:
     path = Path(item).expanduser()
     if path.is_dir():
-        found = sorted(file.resolve() for file in path.rglob("*") if file.is_file() and file.suffix in _KINDS)
+        found = sorted(file.absolute() for file in path.rglob("*") if file.is_file() and file.suffix in _KINDS)
         if not found:
             raise FileNotFoundError(f"{option}={item!r} is a folder without {_allowed_kinds()} files")
         return found
     if path.is_file():
-        found = [path.resolve()]
+        found = [path.absolute()]
     else:
         matches = glob.glob(str(path), recursive=True)
-        found = sorted(Path(match).resolve() for match in matches if Path(match).is_file())
+        found = sorted(Path(match).absolute() for match in matches if Path(match).is_file())
     if not found:
         raise FileNotFoundError(f"{option}={item!r} does not exist. Allowed: {_allowed_paths()}")
     for file in found:

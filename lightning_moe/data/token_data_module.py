@@ -1,6 +1,7 @@
 """What the data modules of packed tokens share: checks of their options, the split by document, and the loaders."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from typing_extensions import override
 from lightning_moe.data.packing import PackedTokens, ResumableLoader, ResumableSampler
 
 
-class TokenDataModule(LightningDataModule):
+class TokenDataModule(LightningDataModule, ABC):
     """A data module over two flat streams of tokens, one to train on and one to validate on.
 
     Batches are dicts of ``input_ids`` and ``labels``, both ``[batch_size, sequence_length]`` int64, where a label is
@@ -22,7 +23,7 @@ class TokenDataModule(LightningDataModule):
     Args:
         sequence_length: Tokens of a window.
         batch_size: Windows of a batch, on each rank.
-        val_fraction: Share of the documents to validate on, at least one; 0 for no validation.
+        val_fraction: Share of the text to validate on, in whole documents, at least one; 0 for no validation.
         seed: Draws the documents to validate on and the order of every epoch; 0 or more.
         num_workers: Processes that read ahead, on each rank; 0 reads in the training process.
 
@@ -139,29 +140,38 @@ class TokenDataModule(LightningDataModule):
         }
 
 
-def split_documents(count: int, val_fraction: float, seed: int, advice: str) -> np.ndarray:
-    """Draw the documents to validate on.
+def split_documents(sizes: Sequence[int], val_fraction: float, seed: int, advice: str) -> np.ndarray:
+    """Draw whole documents to validate on, until they hold the wanted share of the text.
+
+    A document that would bring them over that share is passed over; if none fits, the smallest one is taken.
 
     Args:
-        count: How many documents there are.
-        val_fraction: Share of them to draw, at least one; 0 draws none.
+        sizes: The size of each document, in any unit.
+        val_fraction: Share of the text to draw, at least one document; 0 draws none.
         seed: The same seed draws the same documents.
         advice: What a user can do where there are too few documents, as the end of the error message.
 
     Returns:
-        Boolean, shape ``[count]``: whether each document is one to validate on.
+        Boolean, one for each document: whether it is one to validate on.
 
     Raises:
-        ValueError: If no document would be left to train on, or there is none at all.
+        ValueError: If there are not two documents, one to train on and one to validate on.
     """
-    validation = np.zeros(count, dtype=bool)
-    drawn = max(1, round(val_fraction * count)) if val_fraction > 0 else 0
-    if drawn >= count:
+    validation = np.zeros(len(sizes), dtype=bool)
+    if val_fraction == 0:
+        return validation
+    if len(sizes) < 2:
         raise ValueError(
-            f"val_fraction={val_fraction} takes {drawn} of {count} documents to validate on, which leaves none to "
-            f"train on. {advice}"
+            f"val_fraction={val_fraction} takes at least one whole document to validate on, and there is "
+            f"{'one' if sizes else 'none'} in all. {advice}"
         )
-    validation[np.random.default_rng(seed).permutation(count)[:drawn]] = True
+    left = val_fraction * sum(sizes)
+    for index in np.random.default_rng(seed).permutation(len(sizes)):
+        if sizes[index] <= left:
+            validation[index] = True
+            left -= sizes[index]
+    if not validation.any():
+        validation[int(np.argmin(sizes))] = True
     return validation
 
 

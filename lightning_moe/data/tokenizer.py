@@ -117,16 +117,17 @@ class TokenizersEncoder(Encoder):
         return [np.asarray(document.ids, dtype=self.dtype) for document in encoded]
 
 
-def check_tokenizer(tokenizer: str, separator_token: str | None) -> None:
-    """Check the options without loading a tokenizer.
+def load_encoder(tokenizer: str, separator_token: str | None) -> Encoder:
+    """Load what the options ``tokenizer`` and ``separator_token`` of ``TextData`` name.
 
     Args:
         tokenizer: ``"bytes"``, a folder or a ``.json`` file.
-        separator_token: The option of that name.
+        separator_token: The token that ends each document; default: the end-of-sequence token.
 
     Raises:
         FileNotFoundError: If ``tokenizer`` is neither ``"bytes"`` nor a path that exists.
-        ValueError: If it is a file of another kind, or bytes are given a separator.
+        ModuleNotFoundError: If the package that reads it is not installed.
+        ValueError: If it cannot be read, has no separator, or bytes are given one.
     """
     if tokenizer == "bytes":
         if separator_token is not None:
@@ -134,27 +135,13 @@ def check_tokenizer(tokenizer: str, separator_token: str | None) -> None:
                 f"separator_token={separator_token!r} with tokenizer='bytes': bytes are always ended by a zero byte. "
                 "Leave separator_token out"
             )
-        return
+        return ByteEncoder()
     path = Path(tokenizer).expanduser()
     if not path.exists():
         raise FileNotFoundError(f"tokenizer={tokenizer!r} does not exist. Allowed: {_ALLOWED}")
     if path.is_file() and path.suffix != ".json":
         raise ValueError(f"tokenizer={tokenizer!r} is a file that does not end in .json. Allowed: {_ALLOWED}")
-
-
-def load_encoder(tokenizer: str, separator_token: str | None) -> Encoder:
-    """Load the tokenizer that :func:`check_tokenizer` accepted.
-
-    Args:
-        tokenizer: ``"bytes"``, a folder or a ``.json`` file.
-        separator_token: The token that ends each document; default: the end-of-sequence token.
-    """
-    if tokenizer == "bytes":
-        return ByteEncoder()
-    path = Path(tokenizer).expanduser()
-    if path.is_dir():
-        return TransformersEncoder(path, separator_token)
-    return TokenizersEncoder(path, separator_token)
+    return TransformersEncoder(path, separator_token) if path.is_dir() else TokenizersEncoder(path, separator_token)
 
 
 def _separator(name: str, vocabulary: dict[str, int], token: str | None, default: int | None) -> int:

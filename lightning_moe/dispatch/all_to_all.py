@@ -123,7 +123,8 @@ class AllToAllDispatcher(Dispatcher):
 
     @override
     def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Dispatched:
-        assert self.group is not None
+        if self.group is None:
+            raise RuntimeError("dispatcher='all_to_all' was set up without a process group; 'local' needs none")
         num_ranks, num_local = self.group.size(), self.num_local_experts
         sent = count_experts(top_k_index, self.num_experts)[1:]
         received = torch.empty_like(sent)

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lightning_moe.flops import transformer_flops_per_token
 from lightning_moe.models.configuration import has_weights, network_config
-from lightning_moe.models.parameter_groups import decay_groups
+from lightning_moe.models.optimizer import AdamW, decay_groups
 from lightning_moe.models.schedule import Schedule, check_schedule, learning_rate_factor
 from lightning_moe.optional import require
 
@@ -51,9 +51,8 @@ class CausalLM(LightningModule):
             block, so that the whole network never has to fit one device. Only for random weights.
 
     Raises:
-        ValueError: If an option, the configuration class, the model type or a field of the configuration does not exist
-            or has a value that is not allowed.
-        FileNotFoundError: If ``pretrained`` is not a folder with the files that it needs.
+        ValueError: If an option has a value that is not allowed, or if the configuration class, the model type, a field
+            of the configuration or the folder does not exist.
         ModuleNotFoundError: If Transformers is not installed.
     """
 
@@ -64,9 +63,8 @@ class CausalLM(LightningModule):
         config: dict[str, Any] | None = None,
         config_class: str | None = None,
         pretrained: str | None = None,
-        optimizer: OptimizerCallable = lambda parameters: torch.optim.AdamW(
-            parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1
-        ),
+        # The command line reads this lambda: it shows the class with its defaults, and lets each be overridden.
+        optimizer: OptimizerCallable = lambda params: AdamW(params, lr=3e-4, weight_decay=0.1),
         warmup_steps: int = 0,
         schedule: Schedule = "cosine",
         min_lr_ratio: float = 0.1,

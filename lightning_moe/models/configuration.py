@@ -30,9 +30,8 @@ def network_config(config: dict[str, Any] | None, config_class: str | None, pret
 
     Raises:
         ModuleNotFoundError: If Transformers is not installed.
-        ValueError: If not exactly one way is chosen, or a class, model type or field does not exist or has a value that
-            is not allowed.
-        FileNotFoundError: If the folder or a file in it is missing.
+        ValueError: If not exactly one way is chosen, if a class, model type, field, folder or file does not exist, or
+            if a field has a value that is not allowed.
     """
     transformers = require("transformers", "CausalLM")
     _check_one_way(config, config_class, pretrained)
@@ -77,15 +76,15 @@ def _check_one_way(config: dict[str, Any] | None, config_class: str | None, pret
 
 def _check_folder(folder: Path) -> None:
     if not folder.is_dir():
-        raise FileNotFoundError(
+        raise ValueError(
             f"pretrained={str(folder)!r} is not a folder. Nothing is downloaded here: to use a model of the Hugging"
             " Face hub run `hf download ORGANISATION/MODEL --local-dir FOLDER` first and give that folder"
         )
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"pretrained={str(folder)!r} holds no config.json")
+        raise ValueError(f"pretrained={str(folder)!r} holds no config.json")
     others = [path.name for pattern in _OTHER_WEIGHT_FILES for path in folder.glob(pattern)]
     if others and not has_weights(str(folder)):
-        raise FileNotFoundError(
+        raise ValueError(
             f"pretrained={str(folder)!r} holds weights only as {', '.join(sorted(others)[:3])}; weights are read from"
             " safetensors files: convert them, or move them away to train from random weights"
         )
@@ -93,7 +92,7 @@ def _check_folder(folder: Path) -> None:
         shards = set(json.loads(index.read_text())["weight_map"].values())
         missing = sorted(name for name in shards if not (folder / name).is_file())
         if missing:
-            raise FileNotFoundError(
+            raise ValueError(
                 f"pretrained={str(folder)!r} lacks {len(missing)} of the {len(shards)} files that {index.name} names,"
                 f" for example {missing[0]}; was the download cut short?"
             )

@@ -121,7 +121,6 @@ def _route(
     device: torch.device,
 ) -> tuple[list[RoutedExperts], list[str]]:
     """Choose backend and dispatcher of each experts module and set the dispatchers up."""
-    group = meshes.expert_group if meshes.layout.expert > 1 else None
     chosen, notes = [], []
     for found in experts:
         stored = next(found.module.parameters(recurse=False)).dtype
@@ -134,7 +133,7 @@ def _route(
     for found, backend, dtype in chosen:
         dispatcher = options.dispatcher.for_layer()
         dispatcher.setup(
-            group,
+            meshes.expert_group,
             num_experts=found.num_experts,
             hidden_size=found.spec.hidden_size(found.module),
             dtype=dtype,

@@ -1,8 +1,31 @@
-"""Which weights an optimizer decays."""
+"""The optimizer that language models are trained with by default, and which weights it decays."""
 
 from typing import Any
 
+import torch
 from torch import nn
+
+
+class AdamW(torch.optim.AdamW):
+    """``torch.optim.AdamW`` with the defaults that language models are usually trained with.
+
+    Args:
+        params: Parameters or parameter groups.
+        lr: Learning rate.
+        betas: Decay rates of the two moments.
+        weight_decay: Share of a weight that a step takes away, times the learning rate.
+        **kwargs: What else ``torch.optim.AdamW`` takes.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 3e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        weight_decay: float = 0.1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay, **kwargs)
 
 
 def decay_groups(module: nn.Module) -> list[dict[str, Any]]:
