@@ -2,11 +2,14 @@
 
 import atexit
 import logging
+import shutil
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
+import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
@@ -291,6 +294,30 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         return result / dist.get_world_size(group) if mean else result
 
     @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Stack a tensor of every rank, ``[ranks, ...]``."""
+        if sync_grads or not _distributed_is_initialized():
+            return super().all_gather(tensor, group=group, sync_grads=sync_grads)
+        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, tensor.contiguous(), group=group)
+        return torch.stack(gathered)
+
+    # Checkpoints
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Save under a temporary name and rename when every rank has finished, so that a checkpoint is whole."""
+        path = Path(self.broadcast(filepath))
+        partial = path.with_name(f"{path.name}.partial")
+        super().save_checkpoint(checkpoint, partial, storage_options)
+        self.barrier()
+        if self.global_rank == 0:
+            _replace(partial, path)
+        self.barrier()
+
+    @override
     def teardown(self) -> None:
         if self._sharded is not None:
             for experts in self._sharded.experts:
@@ -306,6 +333,23 @@ def _warn_no_experts(module: "pl.LightningModule") -> None:
         " experts, teach the strategy their class:"
         " lightning_moe.register_experts(MyExperts, ExpertsSpec(up='...', down='...', activation=...))"
     )
+
+
+def _replace(source: Path, target: Path) -> None:
+    """Move a file or folder to where another may lie."""
+    old = target.with_name(f"{target.name}.old")
+    _remove(old)
+    if target.exists():
+        target.rename(old)
+    source.rename(target)
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    elif path.exists():
+        path.unlink()
 
 
 def _destroy_process_group() -> None:

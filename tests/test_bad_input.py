@@ -1,4 +1,4 @@
-"""What a user gets wrong: an error that names the option, the value, what is allowed and the fix, on every rank alike."""
+"""What a user gets wrong: an error with the option, the value, what is allowed and the fix, on every rank alike."""
 
 import re
 import warnings
@@ -33,7 +33,11 @@ def expect(errors: list[str], *fragments: str) -> None:
         (2, {"expert_parallel_size": 0}, ["expert_parallel_size=0", "allowed are 1, 2"]),
         (4, {"expert_parallel_size": 4, "replicate_size": 2}, ["expert_parallel_size=4", "one replica (2)"]),
         (2, {"replicate_size": 3}, ["replicate_size=3", "(2)", "allowed are 1, 2"]),
-        (2, {"expert_parallel_size": 2, "dispatcher": "local"}, ["dispatcher='local'", "expert_parallel_size=2", "'auto'"]),
+        (
+            2,
+            {"expert_parallel_size": 2, "dispatcher": "local"},
+            ["dispatcher='local'", "expert_parallel_size=2", "'auto'"],
+        ),
         (2, {"block_classes": ["Qwen4Layer"]}, ["block_classes=['Qwen4Layer']", "Qwen3MoeDecoderLayer"]),
     ],
 )
@@ -54,11 +58,17 @@ def test_expert_count_that_does_not_fit(experts: int, size: int, problem: str) -
 
 
 def test_names_that_do_not_exist_and_dispatchers_that_are_not_usable() -> None:
-    with pytest.raises(ValueError, match=r"dispatcher='deepspeed' is not known; allowed are 'auto', 'local', 'all_to_all'"):
+    with pytest.raises(
+        ValueError, match=r"dispatcher='deepspeed' is not known; allowed are 'auto', 'local', 'all_to_all'"
+    ):
         ExpertParallelStrategy(dispatcher="deepspeed")
-    with pytest.raises(RuntimeError, match=r"dispatcher='deepep' is not usable here: deep_ep is .*'all_to_all'.*doctor"):
+    with pytest.raises(
+        RuntimeError, match=r"dispatcher='deepep' is not usable here: deep_ep is .*'all_to_all'.*doctor"
+    ):
         ExpertParallelStrategy(dispatcher="deepep")
-    with pytest.raises(ValueError, match=r"experts_backend='triton' is not known; allowed are 'auto', 'loop', 'grouped_mm'"):
+    with pytest.raises(
+        ValueError, match=r"experts_backend='triton' is not known; allowed are 'auto', 'loop', 'grouped_mm'"
+    ):
         ExpertParallelStrategy(experts_backend="triton")
     with pytest.raises(RuntimeError, match=r"experts_backend='te' is not usable here: transformer_engine is"):
         ExpertParallelStrategy(experts_backend="te")
@@ -75,7 +85,7 @@ def test_unsupported_precision_with_the_name(precision: str) -> None:
         with pytest.raises((ValueError, ModuleNotFoundError)):
             tiny.trainer("moe_ep", precision=precision)
         return
-    with pytest.raises(ValueError, match=f"'{precision}'.*'32-true', 'bf16-true', 'bf16-mixed'"):
+    with pytest.raises(ValueError, match=rf"'{precision}'.*'32-true', 'bf16-true', 'bf16-mixed'"):
         tiny.trainer("moe_ep", precision=precision)
 
 
@@ -210,7 +220,13 @@ def fit_twice_differently() -> None:
 
 
 def test_another_layout_for_a_sharded_module() -> None:
-    expect(run_ranks_expecting_error(fit_twice_differently, 2), "is sharded already as", "expert 1", "expert 2", "build a new")
+    expect(
+        run_ranks_expecting_error(fit_twice_differently, 2),
+        "is sharded already as",
+        "expert 1",
+        "expert 2",
+        "build a new",
+    )
 
 
 # Data

@@ -1,5 +1,6 @@
 """What a user of the strategy meets inside Lightning: hooks, stages, precision, checkpoints, launchers."""
 
+import itertools
 import os
 import re
 import sys
@@ -87,9 +88,7 @@ def predict_uneven(samples: int, batch_size: int) -> list[list[list[int]]]:
     pl.seed_everything(0, verbose=False)
     module = tiny.TinyLM()
     data = tiny.tokens(1, samples)[0]
-    trainer = tiny.trainer(
-        tiny.moe_ep(expert_parallel_size=world), devices=world, use_distributed_sampler=True
-    )
+    trainer = tiny.trainer(tiny.moe_ep(expert_parallel_size=world), devices=world, use_distributed_sampler=True)
     return [batch.tolist() for batch in trainer.predict(module, DataLoader(data, batch_size=batch_size))]
 
 
@@ -123,7 +122,7 @@ def reads_different_data() -> list[int]:
 
 def test_every_rank_is_a_data_parallel_rank() -> None:
     ranks = run_ranks(reads_different_data, 4)
-    assert sorted(sum(ranks, [])) == list(range(16))
+    assert sorted(itertools.chain.from_iterable(ranks)) == list(range(16))
 
 
 class Configured(tiny.TinyLM):
@@ -365,7 +364,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("launcher", [[sys.executable], [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]])
+@pytest.mark.parametrize(
+    "launcher", [[sys.executable], [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]]
+)
 def test_lightnings_launcher_and_torchrun(tmp_path: Path, launcher: list[str]) -> None:
     """Also: no process aborts at exit, as gloo does when its group is not destroyed."""
     script = tmp_path / "train.py"

@@ -43,9 +43,7 @@ class _SendRows(torch.autograd.Function):
     """Rows and their weights to the experts. One node, so that both collectives keep one order on every rank."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, weights: Tensor, exchange: _Exchange
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, exchange: _Exchange) -> tuple[Tensor, Tensor]:
         ctx.exchange = exchange
         rows = _all_to_all(rows, exchange.receive, exchange.send, exchange.group)
         weights = _all_to_all(weights, exchange.receive, exchange.send, exchange.group)
@@ -54,9 +52,7 @@ class _SendRows(torch.autograd.Function):
         return rows, weights
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_rows: Tensor, grad_weights: Tensor
-    ) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tensor, None]:
         # Gradients that autograd does not have arrive as zeros, so no rank ever skips these two collectives.
         exchange: _Exchange = ctx.exchange
         grad_rows, grad_weights = _to_source_order(grad_rows, exchange), _to_source_order(grad_weights, exchange)

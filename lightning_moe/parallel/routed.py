@@ -54,7 +54,9 @@ class RoutedExperts:
         # The weight takes the dtype of the rows: a float32 one would promote the whole [R, H] buffer.
         rows_RH = rows_RH * dispatched.row_weights.to(rows_RH.dtype).unsqueeze(-1)
         out_TH = self.dispatcher.combine(rows_RH, dispatched.state)
-        return out_TH.to(hidden_states.dtype).view(hidden_states.shape)
+        out_TH = out_TH.to(hidden_states.dtype)
+        # FSDP2 hooks into what a module returns and loses track of a view that is changed in place.
+        return out_TH if hidden_states.ndim == 2 else out_TH.view(hidden_states.shape).clone()
 
     def _compute(self, rows: Tensor, tokens_per_expert: Tensor, tokens_per_expert_host: list[int] | None) -> Tensor:
         # The experts choose their own dtype: autocast knows nothing of grouped products.
