@@ -2,7 +2,7 @@
 
 python examples/finetune_hf.py                             # Lightning starts the processes
 torchrun --nproc-per-node 2 examples/finetune_hf.py        # or torchrun does
-python examples/finetune_hf.py --model path/to/folder      # a folder written by save_pretrained, in place of random weights
+python examples/finetune_hf.py --model path/to/folder      # weights that save_pretrained wrote, else random ones
 """
 
 import argparse

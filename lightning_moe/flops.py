@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+CONVENTION = "active weights and the causal half of attention, without router and recomputation"
+
 # A feed-forward without a gate has two matrices, not three. No field says so: the activation does, or the family.
 _UNGATED_ACTIVATIONS = frozenset({"relu", "relu2", "xielu"})
 _UNGATED_FAMILIES = frozenset({"gpt_neox", "phi", "starcoder2", "biogpt"})

@@ -1,7 +1,6 @@
 """Lightning's face: the order of set-up, what each rank reads, backward, clipping, checkpoints, teardown."""
 
 import atexit
-import logging
 import shutil
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,6 +16,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -36,8 +36,6 @@ from lightning_moe.mesh import (
 )
 from lightning_moe.parallel import Sharded, ShardingOptions, already_sharded, shard_module
 from lightning_moe.precision import MoEPrecision
-
-_log = logging.getLogger(__name__)
 
 
 class ExpertParallelStrategy(ModelParallelStrategy):
@@ -209,10 +207,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         options = ShardingOptions(dispatcher, self.experts_backend, self.reshard_after_forward, self.block_classes)
         meshes: Meshes = build_meshes(self._device_mesh, size)
         sharded = shard_module(module, experts, meshes, policy, options, self.root_device)
-        if self.global_rank == 0:
-            _log.info("%s; dispatcher %s; %d experts modules", sharded.layout, dispatcher.name, len(experts))
-            for note in sharded.notes:
-                _log.info(note)
+        rank_zero_info(f"moe_ep: {sharded.layout}; {len(experts)} experts modules, dispatcher {dispatcher.name!r}")
+        for note in sharded.notes:
+            rank_zero_info(f"moe_ep: {note}")
         return sharded
 
     def _check_optimizers(self) -> None:
@@ -326,8 +323,6 @@ class ExpertParallelStrategy(ModelParallelStrategy):
 
 
 def _warn_no_experts(module: "pl.LightningModule") -> None:
-    from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-
     rank_zero_warn(
         f"strategy='moe_ep' found no experts in {type(module).__name__} and trains it with FSDP2 alone. If it has"
         " experts, teach the strategy their class:"

@@ -92,7 +92,7 @@ def test_unsupported_precision_with_the_name(precision: str) -> None:
 def test_fp16_mixed() -> None:
     from lightning.pytorch.plugins.precision import MixedPrecision
 
-    with pytest.raises(ValueError, match="'16-mixed'.*'32-true', 'bf16-true', 'bf16-mixed'"):
+    with pytest.raises(ValueError, match=r"'16-mixed'.*'32-true', 'bf16-true', 'bf16-mixed'"):
         MoEPrecision.from_plugin(MixedPrecision("16-mixed", "cuda"))
     with pytest.raises(ValueError, match="'16-true'"):
         tiny.trainer(ExpertParallelStrategy(), precision="16-true")

@@ -106,7 +106,7 @@ def test_predict_with_uneven_batches_finishes(samples: int, batches: list[int]) 
 
 
 def reads_different_data() -> list[int]:
-    rank, world = rank_and_world()
+    _, world = rank_and_world()
 
     class Recorder(tiny.TinyLM):
         def training_step(self, batch: Tensor, index: int) -> Tensor:

@@ -1,7 +1,6 @@
 """Tokens and FLOPs a second, peak memory and step time, measured over all ranks."""
 
 import contextlib
-import logging
 import math
 import statistics
 import sys
@@ -16,9 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe.callbacks.step_clock import StepClock
-from lightning_moe.flops import transformer_flops_per_token
-
-_log = logging.getLogger(__name__)
+from lightning_moe.flops import CONVENTION, transformer_flops_per_token
 
 
 class ThroughputMonitor(Callback):
@@ -38,8 +35,8 @@ class ThroughputMonitor(Callback):
 
     Tokens are counted in batches that are a tensor of integers or map ``input_ids`` (or ``labels``) to one; a
     LightningModule with another kind of batch defines ``batch_tokens(batch) -> int``. FLOPs come from the module's
-    ``flops_per_token(sequence_length) -> float`` or, where it has none, from the configuration of a Transformers model
-    inside it. What cannot be known is left out and said once.
+    ``flops_per_token(sequence_length) -> float`` (and its convention from a text ``flops_convention``) or, where it has
+    none, from the configuration of a Transformers model inside it. What cannot be known is left out and said once.
 
     Args:
         warmup_steps: Optimizer steps after the start that belong to no window.
@@ -208,11 +205,14 @@ class ThroughputMonitor(Callback):
                 "flops", "ThroughputMonitor leaves tflops_per_gpu out: the batches do not tell the sequence length"
             )
             return None
+        own = getattr(pl_module, "flops_per_token", None)
         try:
-            if callable(own := getattr(pl_module, "flops_per_token", None)):
+            if callable(own):
                 flops = float(own(length))
+                convention = getattr(pl_module, "flops_convention", f"by {type(pl_module).__name__}.flops_per_token")
             else:
                 flops = transformer_flops_per_token(_transformer_config(pl_module), length).total
+                convention = CONVENTION
         except ValueError as error:
             self._say(
                 "flops",
@@ -222,9 +222,10 @@ class ThroughputMonitor(Callback):
             return None
         if "convention" not in self._said:
             self._said.add("convention")
+            scale, unit = (1e9, "GFLOP") if flops >= 1e9 else (1e6, "MFLOP")
             rank_zero_info(
-                f"tflops_per_gpu: {flops / 1e9:.4g} GFLOP a token at length {length}, forward and backward: "
-                + ("as the model defines it" if callable(own) else "active weights, half of the attention, no router")
+                f"tflops_per_gpu counts {flops / scale:.4g} {unit} a token at length {length} (forward and backward;"
+                f" {convention})"
             )
         return flops
 

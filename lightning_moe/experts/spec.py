@@ -35,6 +35,11 @@ class ExpertsMLP:
         return self.up.shape[0]
 
 
+def replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
+    """Let one module instance call ``forward`` in place of the method of its class."""
+    module.forward = forward
+
+
 ExpertsFunction = Callable[[Any, Tensor, Tensor], Tensor]
 
 
@@ -72,9 +77,7 @@ class ExpertsSpec:
     post: Callable[[Any, Tensor], Tensor] | None = None
     compute: ExpertsFunction | None = None
     # How the module is made to call the dispatched computation; adapters of other libraries replace it.
-    install: Callable[[nn.Module, Callable[..., Tensor]], None] = field(
-        default=lambda m, f: replace_forward(m, f), repr=False
-    )
+    install: Callable[[nn.Module, Callable[..., Tensor]], None] = field(default=replace_forward, repr=False)
 
     def __post_init__(self) -> None:
         mlp = (self.up, self.down, self.activation)
@@ -106,7 +109,8 @@ class ExpertsSpec:
         if not sizes or len(set(sizes.values())) != 1 or 0 in sizes.values():
             raise ValueError(
                 f"{type(module).__name__} is registered as an experts class, so dimension 0 of each of its own"
-                f" parameters must be the expert; it has {sizes or 'no parameters'}. Move other parameters into a submodule"
+                f" parameters must be the expert; it has {sizes or 'no parameters'}. Move other parameters into a"
+                " submodule"
             )
         return next(iter(sizes.values()))
 
@@ -145,8 +149,3 @@ def local_weight(module: nn.Module, name: str) -> Tensor:
     """
     parameter = getattr(module, name)
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
-    """Let one module instance call ``forward`` in place of the method of its class."""
-    module.forward = forward

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
-from lightning_moe.flops import transformer_flops_per_token
+from lightning_moe.flops import CONVENTION, transformer_flops_per_token
 from lightning_moe.models.configuration import has_weights, network_config
 from lightning_moe.models.optimizer import AdamW, decay_groups
 from lightning_moe.models.schedule import Schedule, check_schedule, learning_rate_factor
@@ -57,6 +57,7 @@ class CausalLM(LightningModule):
     """
 
     model: torch.nn.Module
+    flops_convention = CONVENTION
 
     def __init__(
         self,

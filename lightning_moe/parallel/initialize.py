@@ -4,17 +4,15 @@ Modules on the meta device are materialised and initialised whole, one unit at a
 weights do not depend on the layout, no two experts are equal, and the model never exists whole.
 """
 
-import logging
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -61,14 +59,10 @@ def copy_from_rank_zero(model: nn.Module, device: torch.device) -> None:
     to_copy = [item for item, flag in zip(named, differs.tolist(), strict=True) if flag]
     if not to_copy:
         return
-    if dist.get_rank() == 0:
-        _log.warning(
-            "%d of %d tensors differ between ranks (%s, ...): every rank now has those of rank 0."
-            " Call seed_everything(...) before building the model to have them equal from the start.",
-            len(to_copy),
-            len(named),
-            to_copy[0][0],
-        )
+    rank_zero_warn(
+        f"{len(to_copy)} of {len(named)} tensors differ between ranks ({to_copy[0][0]}, ...): every rank now has those"
+        " of rank 0. Call seed_everything(...) before building the model to have them equal from the start."
+    )
     for _, tensor in to_copy:
         value = tensor.detach().to(device)
         dist.broadcast(value, src=0)

@@ -1,6 +1,6 @@
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,14 @@ def test_own_window(tmp_path: Path) -> None:
     assert list(records.throughput()) == [3, 7]
 
 
+class SlowStream(torch.utils.data.IterableDataset[Tensor]):
+    """Without a length, so that Lightning fetches the first batch before it says that validation starts."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        time.sleep(0.3)
+        yield torch.zeros(LENGTH, dtype=torch.long)
+
+
 class SlowIO(TorchCheckpointIO):
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         time.sleep(0.3)
@@ -145,7 +153,7 @@ def test_validation_and_saving_do_not_count(tmp_path: Path) -> None:
     save = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=2, save_top_k=-1)
     options = {"val_check_interval": 3, "check_val_every_n_epoch": None, "enable_checkpointing": True}
     records, _, run = fit(
-        tmp_path, module, validation=DataLoader(Slow(1, 0.3)), callbacks=[save], plugins=[SlowIO()], **options
+        tmp_path, module, validation=DataLoader(SlowStream()), callbacks=[save], plugins=[SlowIO()], **options
     )
     assert len(list(tmp_path.glob("*.ckpt"))) == 5
     for row in records.throughput().values():
@@ -194,8 +202,11 @@ def test_ranks_are_added_up_and_the_slowest_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp", "moe_ep"])
-def test_every_strategy(strategy: str, tmp_path: Path) -> None:
-    records, _, _ = fit(tmp_path, causal_lm(), loader(48, BATCH), strategy=strategy)
+def test_every_strategy(strategy: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        records, _, _ = fit(tmp_path, causal_lm(), loader(48, BATCH), strategy=strategy)
+    assert caplog.text.count("tflops_per_gpu counts 0.08602 MFLOP a token at length 16") == 1
+    assert "causal half of attention" in caplog.text
     row = records.throughput()[9]
     flops = transformer_flops_per_token(config(), 16).total
     assert row["tflops_per_gpu"] == pytest.approx(row["tps_per_gpu"] * flops / 1e12)

@@ -194,7 +194,8 @@ class Endless(torch.utils.data.IterableDataset):
 def test_cosine_over_an_unknown_length_is_an_error(tmp_path: Path) -> None:
     run = trainer(tmp_path, max_epochs=1, limit_val_batches=0)
     with pytest.raises(ValueError, match=r"schedule='cosine'.*max_steps.*schedule='constant'"):
-        run.fit(causal_lm(), DataLoader(Endless(), 2))
+        run.fit(causal_lm(warmup_steps=10**6), DataLoader(Endless(), 2))
+    assert run.global_step == 0
     constant = trainer(tmp_path, max_time={"seconds": 0}, limit_val_batches=0)
     constant.fit(causal_lm(schedule="constant"), DataLoader(Endless(), 2))
 
