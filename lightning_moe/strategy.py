@@ -201,6 +201,12 @@ class ExpertParallelStrategy(ModelParallelStrategy):
                 )
             return before
         dispatcher = build_dispatcher(self.dispatcher, size)
+        apart = [found.name for found in experts if found.spec.modules is not None]
+        if apart and size > 1 and not self._save_distributed_checkpoint:
+            raise ValueError(
+                f"save_distributed_checkpoint=False cannot gather the experts of {apart[0]!r}, which are modules that"
+                f" exist on one of {size} ranks each; set save_distributed_checkpoint=True or expert_parallel_size=1"
+            )
         if not experts:
             _warn_no_experts(module)
         self.precision_plugin.convert_module(module)
@@ -313,6 +319,23 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         if self.global_rank == 0:
             _replace(partial, path)
         self.barrier()
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load model, optimizers and the rest of a checkpoint, saved on any layout.
+
+        Raises:
+            ValueError: If the checkpoint is a single file and the model has experts that exist on one rank each.
+        """
+        if self._sharded is not None and self._sharded.layout.expert > 1 and Path(checkpoint_path).is_file():
+            for experts in self._sharded.experts:
+                if experts.spec.modules is not None:
+                    raise ValueError(
+                        f"{checkpoint_path} is a single file, whose weights every rank must load alike, but the experts of"
+                        f" {type(experts.module).__name__} exist on one of {self._sharded.layout.expert} ranks each; set"
+                        " expert_parallel_size=1, or resume from a distributed checkpoint (a folder)"
+                    )
+        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 
     @override
     def teardown(self) -> None:

@@ -118,6 +118,7 @@ def loader(data: Tensor, rank: int = 0, ranks: int = 1) -> DataLoader:
 
 def trainer(strategy: Any = "auto", devices: int = 1, **options: Any) -> pl.Trainer:
     quiet = {
+        "accelerator": "cpu",
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -125,7 +126,7 @@ def trainer(strategy: Any = "auto", devices: int = 1, **options: Any) -> pl.Trai
         "use_distributed_sampler": False,
         "num_sanity_val_steps": 0,
     }
-    return pl.Trainer(accelerator="cpu", devices=devices, strategy=strategy, **{**quiet, **options})
+    return pl.Trainer(devices=devices, strategy=strategy, **{**quiet, **options})
 
 
 def moe_ep(**options: Any) -> "lightning_moe.ExpertParallelStrategy":

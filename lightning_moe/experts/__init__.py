@@ -95,18 +95,18 @@ def choose_backend(
         device: Device on which it computes.
 
     Returns:
-        The backend, ``None`` where ``spec.compute`` does it, and the reason why ``"auto"`` did not take the fast one
-        (empty where it did).
+        The backend, ``None`` where ``spec.compute`` or ``spec.modules`` does it, and the reason why ``"auto"`` did not
+        take the fast one (empty where it did).
 
     Raises:
         ValueError: If a backend that was named cannot compute this module.
     """
     check_backend(backend)
-    if spec.compute is not None:
+    if spec.compute is not None or spec.modules is not None:
         if backend != "auto":
             raise ValueError(
-                f"experts_backend={backend!r} cannot compute {type(module).__name__}, which was registered with its own"
-                " compute=; set experts_backend='auto', or register it with up=, down= and activation="
+                f"experts_backend={backend!r} cannot compute {type(module).__name__}, which was registered with"
+                " compute= or modules=; set experts_backend='auto', or register it with up=, down= and activation="
             )
         return None, ""
     assert spec.up is not None

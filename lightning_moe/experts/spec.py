@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -40,6 +41,14 @@ def replace_forward(module: nn.Module, forward: Callable[..., Tensor]) -> None:
     module.forward = forward
 
 
+class LocalModules(nn.ModuleDict):
+    """The entries of a ``ModuleList`` of experts that one rank holds, under the names that they had in it."""
+
+    def __init__(self, experts: nn.ModuleList, first: int, count: int) -> None:
+        super().__init__({str(index): experts[index] for index in range(first, first + count)})
+        self.num_experts = len(experts)
+
+
 ExpertsFunction = Callable[[Any, Tensor, Tensor], Tensor]
 
 
@@ -49,7 +58,8 @@ class ExpertsSpec:
 
     The class is called as ``experts(hidden_states [T, H], top_k_index [T, K], top_k_weights [T, K]) -> [T, H]`` and
     keeps its weights in parameters whose dimension 0 is the expert. Either name the two weights of an MLP, and any
-    backend computes it, or give ``compute`` for anything else.
+    backend computes it, or give ``compute`` for anything else. A class that keeps each expert as a module of its own
+    names the ``ModuleList`` in ``modules``.
 
     Args:
         up: Name of the first weight, ``[E, U, H]`` (``[E, H, U]`` with ``transposed``).
@@ -63,9 +73,12 @@ class ExpertsSpec:
         compute: ``compute(module, rows [R, H], tokens_per_expert [E_local]) -> [R, H]`` on rows sorted by local
             expert. It gets the weights of this rank's experts from :func:`local_weight` and must leave every one of
             them in the graph, also those of experts without rows. Excludes the other arguments.
+        modules: Name of a ``ModuleList`` whose entry ``e`` maps the rows of expert ``e``, ``[R, H]`` to ``[R, H]`` for
+            any ``R``, 0 included. Each rank keeps its own entries under their names. Excludes the other arguments.
 
     Raises:
-        ValueError: If neither ``compute`` nor all of ``up``, ``down`` and ``activation`` are given, or both are.
+        ValueError: If not exactly one of the three ways is taken: ``up``, ``down`` and ``activation``; ``compute``; or
+            ``modules``.
     """
 
     up: str | None = None
@@ -76,17 +89,23 @@ class ExpertsSpec:
     down_bias: str | None = None
     post: Callable[[Any, Tensor], Tensor] | None = None
     compute: ExpertsFunction | None = None
+    modules: str | None = None
     # How the module is made to call the dispatched computation; adapters of other libraries replace it.
     install: Callable[[nn.Module, Callable[..., Tensor]], None] = field(default=replace_forward, repr=False)
 
     def __post_init__(self) -> None:
         mlp = (self.up, self.down, self.activation)
-        if self.compute is not None:
-            if any(part is not None for part in (*mlp, self.up_bias, self.down_bias, self.post)) or self.transposed:
-                raise ValueError("ExpertsSpec: give either compute= or up=, down= and activation=, not both")
+        if self.compute is not None or self.modules is not None:
+            others = (*mlp, self.up_bias, self.down_bias, self.post, self.compute and self.modules)
+            if any(part is not None for part in others) or self.transposed:
+                raise ValueError(
+                    "ExpertsSpec: give either up=, down= and activation=, or compute=, or modules=, not both"
+                )
         elif any(part is None for part in mlp):
             missing = ", ".join(n for n, p in zip(("up", "down", "activation"), mlp, strict=True) if p is None)
-            raise ValueError(f"ExpertsSpec: {missing} missing; name both weights and the activation, or give compute=")
+            raise ValueError(
+                f"ExpertsSpec: {missing} missing; name both weights and the activation, or give compute= or modules="
+            )
 
     def weight_names(self) -> tuple[str, ...]:
         """Names of the parameters that the spec mentions."""
@@ -99,6 +118,8 @@ class ExpertsSpec:
             ValueError: If a parameter that the spec names is missing, or the parameters disagree about the number.
         """
         parameters = dict(module.named_parameters(recurse=False))
+        if self.modules is not None:
+            return self._num_modules(module, list(parameters))
         for name in self.weight_names():
             if name not in parameters:
                 raise ValueError(
@@ -113,6 +134,28 @@ class ExpertsSpec:
                 " submodule"
             )
         return next(iter(sizes.values()))
+
+    def _num_modules(self, module: nn.Module, parameters: list[str]) -> int:
+        experts = getattr(module, self.modules or "", None)
+        if not isinstance(experts, nn.ModuleList | LocalModules) or not len(experts) or parameters:
+            raise ValueError(
+                f"ExpertsSpec of {type(module).__name__}: modules={self.modules!r} must name a ModuleList with one entry"
+                " an expert, and the module may hold no parameters of its own; it is"
+                f" {type(experts).__name__}, and the parameters are {', '.join(map(repr, parameters)) or 'none'}"
+            )
+        return experts.num_experts if isinstance(experts, LocalModules) else len(experts)
+
+    def keep_modules(self, module: nn.Module, first: int, count: int) -> None:
+        """Drop the entries of ``modules`` that other ranks hold; the rest keep their names."""
+        assert self.modules is not None
+        setattr(module, self.modules, LocalModules(getattr(module, self.modules), first, count))
+
+    def run_modules(self, module: nn.Module, rows: Tensor, tokens_per_expert: list[int]) -> Tensor:
+        """Let each local entry of ``modules`` map its rows ``[R, H]``, those without rows too."""
+        assert self.modules is not None
+        experts = getattr(module, self.modules).children()
+        parts = rows.split(tokens_per_expert)
+        return torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True)])
 
     def hidden_size(self, module: nn.Module) -> int:
         """Width of the rows that the experts take, 0 where the spec does not say."""

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_moe.dispatch import Dispatcher
-from lightning_moe.experts import FoundExperts, choose_backend
+from lightning_moe.experts import ExpertsSpec, FoundExperts, choose_backend
 from lightning_moe.mesh import Layout, Meshes
 from lightning_moe.parallel.initialize import copy_from_rank_zero, materialize, shared_random_state
 from lightning_moe.parallel.policy import DtypePolicy
@@ -123,7 +123,7 @@ def _route(
     """Choose backend and dispatcher of each experts module and set the dispatchers up."""
     chosen, notes = [], []
     for found in experts:
-        stored = next(found.module.parameters(recurse=False)).dtype
+        stored = next(found.module.parameters()).dtype
         dtype = policy.param_dtype or stored
         backend, reason = choose_backend(options.experts_backend, found.spec, found.module, dtype, device)
         chosen.append((found, backend, dtype))
@@ -184,10 +184,11 @@ class _Sharder:
 
     def _shard_experts(self, module: nn.Module) -> None:
         # What an experts module has inside it (a norm of the results) is shared by all experts, hence dense.
-        for child in module.children():
-            if next(child.parameters(), None) is not None:
+        spec = self.experts[id(module)].spec
+        for name, child in module.named_children():
+            if name != spec.modules and next(child.parameters(), None) is not None:
                 self._fully_shard(child, self.policy.inner(), self.reshard_after_forward)
-        keep_local_experts(module, self.meshes)
+        keep_local_experts(module, spec, self.meshes)
         fully_shard(
             module,
             mesh=self.meshes.experts_fsdp,
@@ -201,16 +202,21 @@ class _Sharder:
         self.done.add(id(module))
 
 
-def keep_local_experts(module: nn.Module, meshes: Meshes) -> None:
+def keep_local_experts(module: nn.Module, spec: ExpertsSpec, meshes: Meshes) -> None:
     """Cut the parameters of an experts module down to the experts of this rank. No communication.
 
     Args:
         module: An experts module whose own parameters ``[E, ...]`` are equal on all ranks.
+        spec: What describes it. Experts that are modules of their own stay plain, those of other ranks are dropped.
         meshes: The views of the ranks. With ``expert > 1`` each parameter becomes a DTensor, ``Shard(0)`` over
             ``expert``, which keeps its name and its full shape.
     """
     size = meshes.layout.expert
     if size == 1:
+        return
+    if spec.modules is not None:
+        count = spec.num_experts(module) // size
+        spec.keep_modules(module, meshes.expert_rank * count, count)
         return
     for name, parameter in list(module.named_parameters(recurse=False)):
         num_local = parameter.shape[0] // size

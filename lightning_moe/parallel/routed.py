@@ -14,7 +14,7 @@ class RoutedExperts:
         module: The experts module; its own parameters are this rank's experts when it is called.
         spec: What describes it.
         dispatcher: Set up for this module.
-        backend: What computes it; ``None`` where ``spec.compute`` does.
+        backend: What computes it; ``None`` where ``spec.compute`` or ``spec.modules`` does.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class RoutedExperts:
                 f"{type(self.module).__name__} takes hidden_states [T, H], top_k_index [T, K] and top_k_weights [T, K];"
                 f" got {list(hidden_states.shape)}, {list(top_k_index.shape)} and {list(top_k_weights.shape)}"
             )
-        dtype = next(self.module.parameters(recurse=False)).dtype
+        dtype = next(self.module.parameters()).dtype
         hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1]).to(dtype)
         index_TK = top_k_index.reshape(-1, top_k_index.shape[-1]).long()
         weights_TK = top_k_weights.reshape(index_TK.shape)
@@ -61,6 +61,9 @@ class RoutedExperts:
     def _compute(self, rows: Tensor, tokens_per_expert: Tensor, tokens_per_expert_host: list[int] | None) -> Tensor:
         # The experts choose their own dtype: autocast knows nothing of grouped products.
         with torch.autocast(rows.device.type, enabled=False):
+            if self.spec.modules is not None:
+                counts = tokens_per_expert.tolist() if tokens_per_expert_host is None else tokens_per_expert_host
+                return self.spec.run_modules(self.module, rows, counts)
             if self.backend is None:
                 assert self.spec.compute is not None
                 return self.spec.compute(self.module, rows, tokens_per_expert)

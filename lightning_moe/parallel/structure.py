@@ -99,7 +99,8 @@ def _longest_list(model: nn.Module, experts: Sequence[FoundExperts]) -> list[nn.
 
 def _outermost(prefix: str, parent: nn.Module, chosen: set[int]) -> Iterator[tuple[str, nn.Module]]:
     for name, child in parent.named_children():
-        if id(child) in chosen:
+        # A container has no forward that could gather its weights: what is in it belongs to what is around it.
+        if id(child) in chosen and not isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield f"{prefix}{name}", child
         else:
             yield from _outermost(f"{prefix}{name}.", child, chosen)
