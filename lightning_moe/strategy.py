@@ -331,9 +331,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             for experts in self._sharded.experts:
                 if experts.spec.modules is not None:
                     raise ValueError(
-                        f"{checkpoint_path} is a single file, whose weights every rank must load alike, but the experts of"
-                        f" {type(experts.module).__name__} exist on one of {self._sharded.layout.expert} ranks each; set"
-                        " expert_parallel_size=1, or resume from a distributed checkpoint (a folder)"
+                        f"{checkpoint_path} is a single file, whose weights every rank must load alike, but the experts"
+                        f" of {type(experts.module).__name__} exist on one of {self._sharded.layout.expert} ranks"
+                        " each; set expert_parallel_size=1, or resume from a distributed checkpoint (a folder)"
                     )
         return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
 

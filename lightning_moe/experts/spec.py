@@ -139,8 +139,8 @@ class ExpertsSpec:
         experts = getattr(module, self.modules or "", None)
         if not isinstance(experts, nn.ModuleList | LocalModules) or not len(experts) or parameters:
             raise ValueError(
-                f"ExpertsSpec of {type(module).__name__}: modules={self.modules!r} must name a ModuleList with one entry"
-                " an expert, and the module may hold no parameters of its own; it is"
+                f"ExpertsSpec of {type(module).__name__}: modules={self.modules!r} must name a ModuleList with one"
+                " entry an expert, and the module may hold no parameters of its own; it is"
                 f" {type(experts).__name__}, and the parameters are {', '.join(map(repr, parameters)) or 'none'}"
             )
         return experts.num_experts if isinstance(experts, LocalModules) else len(experts)
