@@ -6,10 +6,12 @@ Dense weights see ``(replicate, shard)``, experts ``(replicate, expert_shard, ex
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 REPLICATE, SHARD, EXPERT_SHARD, EXPERT = "replicate", "shard", "expert_shard", "expert"
 
@@ -151,24 +153,41 @@ class Meshes:
         return self.expert.get_local_rank()
 
 
-def build_dense_mesh(device_type: str, world_size: int, replicate: int) -> DeviceMesh:
-    """Build the view of the ranks for dense weights, which does not depend on the experts. Collective."""
-    return init_device_mesh(device_type, (replicate, world_size // replicate), mesh_dim_names=(REPLICATE, SHARD))
+def build_dense_mesh(device_type: str, world_size: int, replicate: int, timeout: timedelta | None = None) -> DeviceMesh:
+    """Build the view of the ranks for dense weights, which does not depend on the experts. Collective.
+
+    Args:
+        device_type: ``"cpu"`` or ``"cuda"``.
+        world_size: Number of ranks.
+        replicate: Replicas of the whole sharded model.
+        timeout: How long a collective waits for a rank, ``None`` for the backend's own.
+    """
+    shape = (replicate, world_size // replicate)
+    return _with_timeout(init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, SHARD)), timeout)
 
 
-def build_meshes(dense: DeviceMesh, expert_parallel_size: int) -> Meshes:
+def build_meshes(dense: DeviceMesh, expert_parallel_size: int, timeout: timedelta | None = None) -> Meshes:
     """Build the view of the ranks for experts beside the dense one. Collective.
 
     Args:
         dense: Result of :func:`build_dense_mesh`.
         expert_parallel_size: A divisor of the ranks of one replica.
+        timeout: How long a collective waits for a rank, ``None`` for the backend's own.
     """
     replicate, shard = dense.shape
     layout = Layout(dense.size(), replicate, expert_parallel_size)
     # Expert is the innermost dimension: neighbouring ranks, hence the ranks of one node, exchange the tokens.
     shape = (replicate, shard // expert_parallel_size, expert_parallel_size)
     experts = init_device_mesh(dense.device_type, shape, mesh_dim_names=(REPLICATE, EXPERT_SHARD, EXPERT))
-    return Meshes(layout, dense, experts)
+    return Meshes(layout, dense, _with_timeout(experts, timeout))
+
+
+def _with_timeout(mesh: DeviceMesh, timeout: timedelta | None) -> DeviceMesh:
+    """Give the groups of a mesh the timeout that the user set: they do not take it from the default group."""
+    if timeout is not None:
+        for group in mesh.get_all_groups():
+            _set_pg_timeout(timeout, group)
+    return mesh
 
 
 def _divisors(number: int) -> list[int]:

@@ -82,7 +82,12 @@ class MoEPrecision(Precision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        return module.to(torch.bfloat16) if self.precision == "bf16-true" else module
+        if self.precision == "bf16-true":
+            # Parameters only: rotary frequencies and correction biases are buffers, and lose their meaning in bfloat16.
+            for parameter in module.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(torch.bfloat16)
+        return module
 
     @override
     @contextmanager

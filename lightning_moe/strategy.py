@@ -18,7 +18,6 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -137,15 +136,17 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         self._setup_distributed()
-        # gloo aborts a process that exits with its group alive. Not in teardown: fit, then test, share the group.
-        atexit.unregister(_destroy_process_group)
-        atexit.register(_destroy_process_group)
-        self._device_mesh = self._dense_mesh()
+        if dist.get_backend() == "gloo":
+            # It aborts a process that exits with its group alive; for NCCL Lightning sees to that. Not in teardown:
+            # fit, then test, share the group.
+            atexit.unregister(_destroy_process_group)
+            atexit.register(_destroy_process_group)
+        if self._device_mesh is None:
+            self._device_mesh = build_dense_mesh(
+                self.root_device.type, self.world_size, self.replicate_size, self._timeout
+            )
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
-
-    def _dense_mesh(self) -> DeviceMesh:
-        return build_dense_mesh(self.root_device.type, self.world_size, self.replicate_size)
 
     def _check_imports(self) -> None:
         """Refuse objects of the other package that ships the same code: they would be half connected, silently."""
@@ -211,7 +212,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             _warn_no_experts(module)
         self.precision_plugin.convert_module(module)
         options = ShardingOptions(dispatcher, self.experts_backend, self.reshard_after_forward, self.block_classes)
-        meshes: Meshes = build_meshes(self._device_mesh, size)
+        meshes: Meshes = build_meshes(self._device_mesh, size, self._timeout)
         sharded = shard_module(module, experts, meshes, policy, options, self.root_device)
         rank_zero_info(f"moe_ep: {sharded.layout}; {len(experts)} experts modules, dispatcher {dispatcher.name!r}")
         for note in sharded.notes:
@@ -290,20 +291,22 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         op: Any = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) and not mean else reduce_op
         if mean:
             op = dist.ReduceOp.SUM
-        result = tensor.clone()
+        # NCCL takes no tensors of the CPU, where users keep what they log.
+        result = tensor.to(self.root_device, copy=True)
         if mean and not result.is_floating_point():
             result = result.float()
         dist.all_reduce(result, op=op, group=group)
-        return result / dist.get_world_size(group) if mean else result
+        return (result / dist.get_world_size(group) if mean else result).to(tensor.device)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Stack a tensor of every rank, ``[ranks, ...]``."""
         if sync_grads or not _distributed_is_initialized():
             return super().all_gather(tensor, group=group, sync_grads=sync_grads)
-        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(gathered, tensor.contiguous(), group=group)
-        return torch.stack(gathered)
+        mine = tensor.detach().to(self.root_device).contiguous()
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, mine, group=group)
+        return torch.stack(gathered).to(tensor.device)
 
     # Checkpoints
 

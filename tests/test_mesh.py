@@ -1,8 +1,15 @@
 """The arithmetic of layouts."""
 
-import pytest
+import os
+import time
+from datetime import timedelta
 
-from lightning_moe.mesh import Layout, resolve_expert_parallel_size
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_moe.mesh import Layout, build_dense_mesh, build_meshes, resolve_expert_parallel_size
+from tests.harness import run_ranks
 
 
 @pytest.mark.parametrize(
@@ -35,3 +42,26 @@ def test_given_size() -> None:
 def test_sizes_multiply_up() -> None:
     layout = Layout(world_size=16, replicate=2, expert=4)
     assert (layout.shard, layout.expert_shard) == (8, 2)
+
+
+def missed_collective(which: str) -> tuple[str, float]:
+    dist.init_process_group("gloo")  # waits for half an hour by default
+    timeout = timedelta(seconds=2)
+    meshes = build_meshes(build_dense_mesh("cpu", 4, 2, timeout), 2, timeout)
+    group = {"expert": meshes.expert_group, "shard": meshes.dense["shard"].get_group()}[which]
+    start = time.monotonic()
+    if int(os.environ["RANK"]) % 2:
+        return "", 0.0
+    try:
+        dist.all_reduce(torch.ones(1), group=group)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return "", 0.0
+
+
+@pytest.mark.parametrize("which", ["expert", "shard"])
+def test_groups_of_the_meshes_wait_as_long_as_the_user_says(which: str) -> None:
+    first, _, third, _ = run_ranks(missed_collective, 4, which, timeout=60)
+    for message, seconds in (first, third):
+        assert "imed out" in message or "imeout" in message
+        assert 1 < seconds < 20

@@ -283,7 +283,14 @@ def fit_in(precision: str, ours: bool) -> dict[str, Any]:
     trainer = fit(module, tiny.moe_ep(expert_parallel_size=2) if ours else "auto", precision=precision)
     parameters = {p.dtype for p in module.parameters()}
     moments = {s["exp_avg"].dtype for s in trainer.optimizers[0].state.values()}
-    return {"losses": module.losses, "dtypes": dtypes, "parameters": parameters, "moments": moments}
+    rotary = module.net.model.rotary_emb.inv_freq
+    return {
+        "losses": module.losses,
+        "dtypes": dtypes,
+        "parameters": parameters,
+        "moments": moments,
+        "rotary": rotary,
+    }
 
 
 @pytest.mark.parametrize(
@@ -300,6 +307,7 @@ def test_stock_precision_flags(precision: str, stored: torch.dtype, computed: to
     assert result["parameters"] == result["moments"] == {stored}
     assert result["dtypes"]["rows"] == result["dtypes"]["experts"] == computed
     assert result["dtypes"]["router"] == result["dtypes"]["weights"] == torch.float32
+    assert torch.equal(result["rotary"], tiny.qwen3_moe().model.rotary_emb.inv_freq), "buffers keep their precision"
     assert result["dtypes"]["logits"] == (torch.bfloat16 if precision == "bf16-true" else torch.float32)
     torch.testing.assert_close(result["losses"], exact, rtol=1e-5 if computed == torch.float32 else 2e-2, atol=0)
     if computed == torch.bfloat16:
@@ -346,7 +354,10 @@ def test_a_resumed_run_goes_on_as_the_unbroken_one(tmp_path: Path, distributed: 
 # Launchers
 
 SCRIPT = """
-import sys
+import atexit
+import torch.distributed as dist
+# Registered first, so it runs last: gloo aborts some of the processes that leave with their group alive.
+atexit.register(lambda: print("group alive at exit:", dist.is_initialized(), flush=True))
 import lightning.pytorch as pl
 import torch
 from lightning_moe import ExpertParallelStrategy
@@ -377,6 +388,7 @@ def test_lightnings_launcher_and_torchrun(tmp_path: Path, launcher: list[str]) -
     losses = re.findall(r"rank \d of 2: ([\d.]+)", done.stdout)
     assert len(losses) == 2
     assert losses[0] == losses[1]
+    assert done.stdout.count("group alive at exit: False") == 2
     assert "terminate called" not in done.stderr
 
 

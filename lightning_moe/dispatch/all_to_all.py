@@ -10,7 +10,14 @@ from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from lightning_moe.dispatch.base import Dispatched, Dispatcher, DispatcherCaps
-from lightning_moe.dispatch.permute import Routing, count_experts, rows_to_tokens, sort_by_expert, tokens_to_rows
+from lightning_moe.dispatch.permute import (
+    Routing,
+    count_experts,
+    make_routing,
+    rows_to_tokens,
+    sort_choices,
+    tokens_to_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -125,10 +132,11 @@ class AllToAllDispatcher(Dispatcher):
         sent = count_experts(top_k_index, self.num_experts)[1:]
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
+        sorted_choices = sort_choices(top_k_index)
         # The one host synchronisation of the layer brings both halves.
         sent_host, received_host = torch.stack((sent, received)).view(2, num_ranks, num_local).tolist()
         send, receive = [sum(row) for row in sent_host], [sum(row) for row in received_host]
-        routing = sort_by_expert(top_k_index, sent, sum(send))
+        routing = make_routing(top_k_index, sorted_choices, sent, sum(send))
         received = received.view(num_ranks, num_local)
         exchange = _Exchange(routing, self.group, send, receive, _expert_major_order(received, sum(receive)))
         rows, row_weights = _SendRows.apply(

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from lightning_moe.dispatch.base import Dispatched, Dispatcher, DispatcherCaps
-from lightning_moe.dispatch.permute import count_experts, rows_to_tokens, sort_by_expert, tokens_to_rows
+from lightning_moe.dispatch.permute import count_experts, make_routing, rows_to_tokens, sort_choices, tokens_to_rows
 
 
 class LocalDispatcher(Dispatcher):
@@ -34,9 +34,10 @@ class LocalDispatcher(Dispatcher):
     @override
     def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Dispatched:
         counts = count_experts(top_k_index, self.num_experts)
+        sorted_choices = sort_choices(top_k_index)
         counts_host: list[int] = counts.tolist()
         tokens_per_expert_host = counts_host[1:]
-        routing = sort_by_expert(top_k_index, counts[1:], sum(tokens_per_expert_host))
+        routing = make_routing(top_k_index, sorted_choices, counts[1:], sum(tokens_per_expert_host))
         return Dispatched(
             rows=tokens_to_rows(hidden_states, routing),
             row_weights=top_k_weights.reshape(-1).float().index_select(0, routing.order),

@@ -1,6 +1,7 @@
 """The permutations that every dispatcher shares: tokens to rows sorted by expert, and back."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ class Routing:
     top_k: int
     complete: bool
 
-    @property
+    @cached_property
     def token_of_row(self) -> Tensor:
         """``[S]`` int64 token that each row belongs to."""
         return torch.div(self.order, self.top_k, rounding_mode="floor")
@@ -46,11 +47,26 @@ def count_experts(top_k_index: Tensor, num_experts: int) -> Tensor:
     return flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))
 
 
-def sort_by_expert(top_k_index: Tensor, tokens_per_expert: Tensor, num_rows: int) -> Routing:
-    """Sort the choices by expert; dropped ones are left out.
+def sort_choices(top_k_index: Tensor) -> Tensor:
+    """Sort the choices by expert, the dropped ones first.
+
+    Stable: rows of an expert keep the order of their tokens, which makes the result the same for every layout.
 
     Args:
         top_k_index: ``[T, K]`` int64; -1 is a dropped choice.
+
+    Returns:
+        ``[T * K]`` int64 positions in the flattened choices.
+    """
+    return torch.argsort(top_k_index.reshape(-1), stable=True)
+
+
+def make_routing(top_k_index: Tensor, sorted_choices: Tensor, tokens_per_expert: Tensor, num_rows: int) -> Routing:
+    """Leave the dropped choices out of a sorted order.
+
+    Args:
+        top_k_index: ``[T, K]`` int64; -1 is a dropped choice.
+        sorted_choices: Result of :func:`sort_choices`, which needs nothing from the host and so comes before the wait.
         tokens_per_expert: ``[E]`` int64 valid choices of each expert.
         num_rows: The sum of ``tokens_per_expert``, known on the host.
 
@@ -58,11 +74,9 @@ def sort_by_expert(top_k_index: Tensor, tokens_per_expert: Tensor, num_rows: int
         The order of the rows.
     """
     num_tokens, top_k = top_k_index.shape
-    flat = top_k_index.reshape(-1)
-    # -1 sorts before expert 0, so the dropped choices are a prefix. Stable: rows of an expert keep the order of their
-    # tokens, which makes the result the same for every layout.
-    order = torch.argsort(flat, stable=True)[flat.numel() - num_rows :]
-    return Routing(order, tokens_per_expert, num_tokens, top_k, complete=num_rows == flat.numel())
+    num_choices = num_tokens * top_k
+    order = sorted_choices[num_choices - num_rows :]
+    return Routing(order, tokens_per_expert, num_tokens, top_k, complete=num_rows == num_choices)
 
 
 class _RowsToTokens(torch.autograd.Function):

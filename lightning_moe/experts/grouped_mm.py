@@ -1,15 +1,20 @@
 """One grouped matrix product a weight, by PyTorch's own kernel."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe.experts.backend import ExpertsBackend
+from lightning_moe.experts.loop import LoopBackend
 from lightning_moe.experts.spec import ExpertsMLP
 
 # grouped_mm wants every row stride to be a multiple of this many bytes, on CPU too.
 _STRIDE_BYTES = 16
+# Major compute capabilities with a kernel of their own; elsewhere PyTorch copies the offsets to the host and loops.
+_GROUPED_CAPABILITIES = (9, 10)
 
 
 class GroupedMMBackend(ExpertsBackend):
@@ -23,6 +28,10 @@ class GroupedMMBackend(ExpertsBackend):
         if dtype not in allowed:
             names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
             return f"grouped_mm computes in {names} on {device.type}, not in {str(dtype).removeprefix('torch.')}"
+        if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in _GROUPED_CAPABILITIES:
+            return (
+                "this GPU has no grouped_mm kernel (Hopper and Blackwell do); PyTorch would wait for it at each product"
+            )
         for shape in mlp_shapes:
             for width in shape[-2:]:
                 if width * dtype.itemsize % _STRIDE_BYTES:
@@ -36,14 +45,35 @@ class GroupedMMBackend(ExpertsBackend):
     def __call__(
         self, mlp: ExpertsMLP, rows: Tensor, tokens_per_expert: Tensor, tokens_per_expert_host: list[int] | None
     ) -> Tensor:
+        if rows.shape[0] == 0:
+            # Nothing to group. The reference keeps every weight in the graph without asking a kernel for no rows.
+            return LoopBackend()(mlp, rows, tokens_per_expert, tokens_per_expert_host)
         offsets = tokens_per_expert.cumsum(0, dtype=torch.int32)
         x = _add_bias(F.grouped_mm(rows, mlp.up, offs=offsets), mlp.up_bias, tokens_per_expert)
         x = _add_bias(F.grouped_mm(mlp.activation(x), mlp.down, offs=offsets), mlp.down_bias, tokens_per_expert)
         return x if mlp.post is None else mlp.post(x)
 
 
+class _AddBias(torch.autograd.Function):
+    """Add to each row the bias of its expert. The bias' gradient is summed in float32.
+
+    Autograd's own would add up thousands of bfloat16 rows in bfloat16 on CUDA, where sums of ones stop at 256.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, tokens_per_expert: Tensor) -> Tensor:
+        experts = torch.arange(bias.shape[0], device=bias.device)
+        expert_of_row = experts.repeat_interleave(tokens_per_expert, output_size=rows.shape[0])
+        ctx.save_for_backward(expert_of_row)
+        ctx.num_experts, ctx.dtype = bias.shape[0], bias.dtype
+        return rows + bias.index_select(0, expert_of_row)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (expert_of_row,) = ctx.saved_tensors
+        bias = grad.new_zeros(ctx.num_experts, grad.shape[1], dtype=torch.float32)
+        return grad, bias.index_add_(0, expert_of_row, grad.float()).to(ctx.dtype), None
+
+
 def _add_bias(rows: Tensor, bias: Tensor | None, tokens_per_expert: Tensor) -> Tensor:
-    """Add to each row the bias of its expert; ``[R, N]`` and ``[E_local, N]``."""
-    if bias is None:
-        return rows
-    return rows + bias.repeat_interleave(tokens_per_expert, dim=0, output_size=rows.shape[0])
+    return rows if bias is None else _AddBias.apply(rows, bias, tokens_per_expert)

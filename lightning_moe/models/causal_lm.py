@@ -175,7 +175,8 @@ class CausalLM(LightningModule):
         # has S_r = 0 and gradients of exactly zero, and takes part in every collective of the backward.
         loss = local * (self.trainer.world_size / count)
         self.log("train/loss", total / count, prog_bar=True)
-        self.log("lr", float(self.trainer.optimizers[0].param_groups[0]["lr"]))
+        # A tensor on the CPU stays there; a number would be copied to the device, which waits for it.
+        self.log("lr", torch.tensor(float(self.trainer.optimizers[0].param_groups[0]["lr"])))
         return loss
 
     @override

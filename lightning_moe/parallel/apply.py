@@ -175,7 +175,8 @@ class _Sharder:
             if id(module) in self.experts:
                 self._shard_experts(module)
             elif id(module) in self.routers and self._apart(module):
-                self._fully_shard(module, self.policy.router(), self.reshard_after_forward)
+                # So small that gathering it again for the backward pass costs more than keeping it.
+                self._fully_shard(module, self.policy.router(), False)
         if id(unit) not in self.done:
             self._fully_shard(unit, policy, reshard_after_forward)
 

@@ -69,6 +69,21 @@ def test_grouped_mm_is_the_loop(dtype: torch.dtype, counts: list[int], bias: boo
         torch.testing.assert_close(a, b, **tolerance)
 
 
+def test_bias_gradients_of_many_rows_are_exact_in_bfloat16() -> None:
+    rows = 3000  # ones added up in bfloat16 would stop at 256
+    mlp = ExpertsMLP(
+        up=torch.zeros(1, H, I, dtype=torch.bfloat16),
+        down=torch.zeros(1, I, H, dtype=torch.bfloat16),
+        activation=torch.tanh,
+        up_bias=torch.zeros(1, I, dtype=torch.bfloat16, requires_grad=True),
+        down_bias=torch.zeros(1, H, dtype=torch.bfloat16, requires_grad=True),
+    )
+    x = torch.zeros(rows, H, dtype=torch.bfloat16)
+    GroupedMMBackend()(mlp, x, torch.tensor([rows]), None).backward(torch.ones(rows, H, dtype=torch.bfloat16))
+    assert mlp.down_bias is not None
+    assert (mlp.down_bias.grad == torch.tensor(float(rows)).bfloat16()).all()
+
+
 class Mine(torch.nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
