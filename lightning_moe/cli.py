@@ -461,3 +461,7 @@ def _quiet() -> None:
         r"The dirpath has changed from",  # every resumed run writes into a directory of its own
     ):
         warnings.filterwarnings("ignore", message=pattern)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
