@@ -4,15 +4,17 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.plugins.precision.half import HalfPrecision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_moe.parallel import DtypePolicy, clip_gradients_by_norm, clip_gradients_by_value
+from lightning_moe.parallel import DtypePolicy, clip_gradients_by_norm, clip_gradients_by_value, reshard
 
 PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed"]
 _SUPPORTED: tuple[str, ...] = get_args(PrecisionName)
@@ -112,6 +114,12 @@ class MoEPrecision(Precision):
         return apply_to_collection(
             data, Tensor, lambda tensor: tensor.bfloat16() if tensor.is_floating_point() else tensor
         )
+
+    @override
+    def _after_closure(self, model: "pl.LightningModule", optimizer: Steppable) -> None:
+        super()._after_closure(model, optimizer)
+        # The update changes the shards; what a forward without a backward left gathered would go stale.
+        reshard(model)
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:

@@ -2,7 +2,8 @@
 
 import atexit
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -50,8 +51,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         dispatcher: How tokens reach their experts: ``"auto"``, ``"local"`` (one rank), ``"all_to_all"``, or a
             ``Dispatcher`` object.
         experts_backend: What multiplies the rows of the experts: ``"auto"``, ``"loop"`` or ``"grouped_mm"``.
-        reshard_after_forward: Free the gathered weights of a block after its forward, and gather them again in the
-            backward pass: less memory, more communication.
+        reshard_after_forward: Free the gathered weights of a module after its forward, and gather them again in the
+            backward pass: less memory, more communication. With ``False`` every forward must have its backward before
+            the parameters are changed or read; a step of the optimizer sees to that itself.
         block_classes: Class names of the modules that are sharded as one unit each, ``None`` to find them.
         save_distributed_checkpoint: Every rank writes its shards into a folder; else rank 0 writes one file.
         process_group_backend: Backend of ``torch.distributed``, ``None`` for the device's own.
@@ -94,8 +96,8 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self.reshard_after_forward = reshard_after_forward
         self.block_classes = block_classes
         self._sharded: Sharded | None = None
-        self._predict_steps_left = 0
-        self._predict_steps_extra = 0
+        self._predict_left: list[tuple[int, int]] = []  # of each dataloader: own batches, and those of others beyond
+        self._backward_was_here = False
 
     # What Lightning hands over
 
@@ -191,17 +193,19 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             self.world_size // self.replicate_size,
             self.num_processes,
         )
-        before = already_sharded(module)
+        dispatcher = build_dispatcher(self.dispatcher, size)
+        options = ShardingOptions(dispatcher, self.experts_backend, self.reshard_after_forward, self.block_classes)
         policy = self.precision_plugin.dtype_policy
+        before = already_sharded(module)
         if before is not None:
             layout = Layout(self.world_size, self.replicate_size, size)
-            if (before.layout, before.policy) != (layout, policy):
+            if (before.layout, before.policy) != (layout, policy) or not before.options.same_as(options):
                 raise ValueError(
-                    f"{type(module).__name__} is sharded already as {before.layout} with {before.policy}, and cannot be"
-                    f" sharded again as {layout} with {policy}; use the same options, or build a new LightningModule"
+                    f"{type(module).__name__} is sharded already as {before.layout} with {before.policy} and"
+                    f" {before.options}, and cannot be sharded again as {layout} with {policy} and {options}; use the"
+                    " same options, or build a new LightningModule"
                 )
             return before
-        dispatcher = build_dispatcher(self.dispatcher, size)
         apart = [found.name for found in experts if found.spec.modules is not None]
         if apart and size > 1 and not self._save_distributed_checkpoint:
             raise ValueError(
@@ -211,7 +215,6 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         if not experts:
             _warn_no_experts(module)
         self.precision_plugin.convert_module(module)
-        options = ShardingOptions(dispatcher, self.experts_backend, self.reshard_after_forward, self.block_classes)
         meshes: Meshes = build_meshes(self._device_mesh, size, self._timeout)
         sharded = shard_module(module, experts, meshes, policy, options, self.root_device)
         rank_zero_info(f"moe_ep: {sharded.layout}; {len(experts)} experts modules, dispatcher {dispatcher.name!r}")
@@ -244,10 +247,29 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         # Gradients are summed over ranks. Each rank's loss is a mean over its own batch, all ranks are data-parallel,
         # so the mean over the whole batch is the sum of loss / world_size.
         scaled = closure_loss / self.world_size
+        self._backward_was_here = True
         self.precision_plugin.backward(scaled, self.lightning_module, optimizer, *args, **kwargs)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: "pl.LightningModule | nn.Module | None" = None,
+        **kwargs: Any,
+    ) -> Any:
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization and not self._backward_was_here:
+            parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            if any(parameter.grad is not None for parameter in parameters):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}.step() has gradients that loss.backward() made: they are the sum over"
+                    f" {self.world_size} ranks, not the mean. Call self.manual_backward(loss) instead"
+                )
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -258,20 +280,21 @@ class ExpertParallelStrategy(ModelParallelStrategy):
     def on_predict_start(self) -> None:
         """Find out how many steps the other ranks take: in prediction Lightning repeats no sample to even them out."""
         assert self.lightning_module is not None
-        steps = [n for n in self.lightning_module.trainer.predict_loop.max_batches if n != float("inf")]
-        self._predict_steps_left = sum(map(int, steps))
-        self._predict_steps_extra = (
-            max(gather_int(self._predict_steps_left, self.root_device)) - self._predict_steps_left
-        )
+        lengths = [int(n) for n in self.lightning_module.trainer.predict_loop.max_batches if n != float("inf")]
+        self._predict_left = [(n, max(gather_int(n, self.root_device)) - n) for n in lengths]
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         prediction = super().predict_step(*args, **kwargs)
-        self._predict_steps_left -= 1
-        if self._predict_steps_left == 0:
-            # Others have more batches: run the last one again for their collectives, and throw the result away.
-            for _ in range(self._predict_steps_extra):
-                super().predict_step(*args, **kwargs)
+        if self._predict_left:
+            left, extra = self._predict_left[0]
+            self._predict_left[0] = (left - 1, extra)
+            if left == 1:
+                # Others have more batches of this dataloader: run the last one again for their collectives, and throw
+                # the result away.
+                self._predict_left.pop(0)
+                for _ in range(extra):
+                    super().predict_step(*args, **kwargs)
         return prediction
 
     @override
@@ -317,11 +340,28 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         """Save under a temporary name and rename when every rank has finished, so that a checkpoint is whole."""
         path = Path(self.broadcast(filepath))
         partial = path.with_name(f"{path.name}.partial")
-        super().save_checkpoint(checkpoint, partial, storage_options)
-        self.barrier()
-        if self.global_rank == 0:
-            _replace(partial, path)
-        self.barrier()
+        with self._failing_together(f"saving {path}"):
+            super().save_checkpoint(checkpoint, partial, storage_options)
+        with self._failing_together(f"saving {path}"):
+            if self.global_rank == 0:
+                _replace(partial, path)
+
+    @contextmanager
+    def _failing_together(self, what: str) -> Generator[None, None, None]:
+        """Raise on every rank what one of them raises inside; otherwise the others would wait for it. Collective."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        errors: list[str | None] = [repr(error) if error else None] * self.world_size
+        if _distributed_is_initialized():
+            dist.all_gather_object(errors, errors[0])
+        if error is not None:
+            raise error
+        for rank, message in enumerate(errors):
+            if message:
+                raise RuntimeError(f"{what} failed on rank {rank}: {message}")
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -360,16 +400,16 @@ def _replace(source: Path, target: Path) -> None:
     """Move a file or folder to where another may lie."""
     old = target.with_name(f"{target.name}.old")
     _remove(old)
-    if target.exists():
+    if target.exists() or target.is_symlink():
         target.rename(old)
     source.rename(target)
     _remove(old)
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
-    elif path.exists():
+    elif path.exists() or path.is_symlink():
         path.unlink()
 
 

@@ -1,6 +1,6 @@
 """How a module is sharded: expert shards, FSDP2, initialisation, gradient norm."""
 
-from lightning_moe.parallel.apply import Sharded, ShardingOptions, already_sharded, shard_module
+from lightning_moe.parallel.apply import Sharded, ShardingOptions, already_sharded, reshard, shard_module
 from lightning_moe.parallel.gradients import clip_gradients_by_norm, clip_gradients_by_value, gradient_norm
 from lightning_moe.parallel.policy import DtypePolicy
 from lightning_moe.parallel.routed import RoutedExperts
@@ -14,5 +14,6 @@ __all__ = [
     "clip_gradients_by_norm",
     "clip_gradients_by_value",
     "gradient_norm",
+    "reshard",
     "shard_module",
 ]

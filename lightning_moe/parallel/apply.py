@@ -1,7 +1,7 @@
 """Shard a LightningModule: experts over the expert-parallel ranks, everything by FSDP2, block by block."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from lightning_moe.mesh import Layout, Meshes
 from lightning_moe.parallel.initialize import copy_from_rank_zero, materialize, shared_random_state
 from lightning_moe.parallel.policy import DtypePolicy
 from lightning_moe.parallel.routed import RoutedExperts
-from lightning_moe.parallel.structure import find_blocks, find_roots, find_routers
+from lightning_moe.parallel.structure import check_no_hidden_experts, find_blocks, find_roots, find_routers
 
 _SHARDED = "_lightning_moe_sharded"
 
@@ -26,12 +26,14 @@ class Sharded:
     Attributes:
         layout: The sizes.
         policy: The dtypes.
+        options: The strategy's other options.
         experts: The forwards of its experts modules.
         notes: What ``"auto"`` options fell back to, with the reason, one line each.
     """
 
     layout: Layout
     policy: DtypePolicy
+    options: "ShardingOptions"
     experts: tuple[RoutedExperts, ...]
     notes: tuple[str, ...]
 
@@ -41,16 +43,22 @@ class ShardingOptions:
     """The strategy's options that decide how a module is sharded.
 
     Attributes:
-        dispatcher: Where the dispatcher of each experts module comes from.
+        dispatcher: Where the dispatcher of each experts module comes from; two options with dispatchers of one class
+            are the same.
         experts_backend: Name of the backend.
         reshard_after_forward: Free the gathered weights of a block after its forward and gather them again in backward.
         block_classes: Class names of the blocks, ``None`` to find them.
     """
 
-    dispatcher: Dispatcher
+    dispatcher: Dispatcher = field(repr=False)
     experts_backend: str
     reshard_after_forward: bool
     block_classes: Sequence[str] | None
+
+    def same_as(self, other: "ShardingOptions") -> bool:
+        """Whether a module that is sharded with other options needs no change."""
+        mine, theirs = (replace(o, dispatcher=self.dispatcher) for o in (self, other))
+        return mine == theirs and type(self.dispatcher) is type(other.dispatcher)
 
 
 def already_sharded(module: nn.Module) -> Sharded | None:
@@ -87,6 +95,7 @@ def shard_module(
             f"{type(module).__name__} is sharded by fully_shard already; ExpertParallelStrategy does that itself, so"
             " leave it out of configure_model()"
         )
+    check_no_hidden_experts(module, experts, options.block_classes)
     roots = find_roots(module)
     blocks = find_blocks(module, experts, options.block_classes)
     routed, notes = _route(module, experts, meshes, policy, options, device)
@@ -95,9 +104,11 @@ def shard_module(
     sharder = _Sharder(module, experts, meshes, policy, options, device)
     with shared_random_state(device):
         for _, block in blocks:
-            sharder.shard(block, policy.inner(), options.reshard_after_forward)
+            sharder.shard(block, policy.inner())
         for _, root in roots:
-            sharder.shard(root, policy.outer(), None)
+            # Resharded after the forward as the blocks are, where FSDP2 by itself would keep them gathered: a forward
+            # that no backward follows would leave a copy behind that goes stale, and stand in for the parameters.
+            sharder.shard(root, policy.outer())
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
             # Sum the gradients over all ranks, for experts and dense weights alike. The 1/data-parallel size that turns
@@ -107,7 +118,7 @@ def shard_module(
             submodule.set_force_sum_reduction_for_comms(True)
     for found, forward in zip(experts, routed, strict=True):
         found.spec.install(found.module, forward)
-    sharded = Sharded(meshes.layout, policy, tuple(routed), tuple(notes))
+    sharded = Sharded(meshes.layout, policy, options, tuple(routed), tuple(notes))
     object.__setattr__(module, _SHARDED, sharded)
     return sharded
 
@@ -164,7 +175,7 @@ class _Sharder:
         self.device = device
         self.done: set[int] = set()
 
-    def shard(self, unit: nn.Module, policy: MixedPrecisionPolicy, reshard_after_forward: bool | None) -> None:
+    def shard(self, unit: nn.Module, policy: MixedPrecisionPolicy) -> None:
         """Shard one unit: first the experts and routers inside, each as a unit of its own, then the rest."""
         if id(unit) in self.done:
             return
@@ -178,7 +189,7 @@ class _Sharder:
                 # So small that gathering it again for the backward pass costs more than keeping it.
                 self._fully_shard(module, self.policy.router(), False)
         if id(unit) not in self.done:
-            self._fully_shard(unit, policy, reshard_after_forward)
+            self._fully_shard(unit, policy, self.reshard_after_forward)
 
     def _apart(self, router: nn.Module) -> bool:
         return self.policy.routers_apart(next(router.parameters()).dtype)
@@ -198,7 +209,7 @@ class _Sharder:
         )
         self.done.add(id(module))
 
-    def _fully_shard(self, module: nn.Module, policy: MixedPrecisionPolicy, reshard_after_forward: bool | None) -> None:
+    def _fully_shard(self, module: nn.Module, policy: MixedPrecisionPolicy, reshard_after_forward: bool) -> None:
         fully_shard(module, mesh=self.meshes.dense_fsdp, mp_policy=policy, reshard_after_forward=reshard_after_forward)
         self.done.add(id(module))
 
@@ -232,3 +243,10 @@ def keep_local_experts(module: nn.Module, spec: ExpertsSpec, meshes: Meshes) -> 
             stride=parameter.detach().contiguous().stride(),
         )
         setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+
+
+def reshard(module: nn.Module) -> None:
+    """Give back every gathered weight of a sharded module, so that its parameters are the shards. No communication."""
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.reshard()

@@ -49,12 +49,10 @@ def copy_from_rank_zero(model: nn.Module, device: torch.device) -> None:
     _check_same_structure(named)
     if not named:
         return
-    with torch.no_grad():
-        mine = torch.stack([tensor.sum(dtype=torch.float64).to(device) for _, tensor in named])
+    mine = torch.stack([_fingerprint(tensor).to(device) for _, tensor in named])
     first = mine.clone()
     dist.broadcast(first, src=0)
-    # NaN differs from itself, so a tensor with NaN is copied; that is harmless.
-    differs = (mine != first).int()
+    differs = (mine != first).any(dim=1).int()
     dist.all_reduce(differs, op=dist.ReduceOp.MAX)
     to_copy = [item for item, flag in zip(named, differs.tolist(), strict=True) if flag]
     if not to_copy:
@@ -67,6 +65,16 @@ def copy_from_rank_zero(model: nn.Module, device: torch.device) -> None:
         value = tensor.detach().to(device)
         dist.broadcast(value, src=0)
         tensor.data.copy_(value)
+
+
+@torch.no_grad()
+def _fingerprint(tensor: Tensor) -> Tensor:
+    """Two float64 numbers that differ for tensors with different values, or the same values in another order."""
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
+    flat = flat.double() if not flat.is_floating_point() else flat.nan_to_num(nan=1.5)
+    # Weights without a pattern that two orders of the same values could share.
+    weights = torch.arange(1, flat.numel() + 1, dtype=torch.float32, device=flat.device).sin_()
+    return torch.stack([flat.sum(dtype=torch.float64), (flat * weights).sum(dtype=torch.float64)])
 
 
 def _check_same_structure(named: Iterable[tuple[str, Tensor]]) -> None:
@@ -84,42 +92,67 @@ def _check_same_structure(named: Iterable[tuple[str, Tensor]]) -> None:
 def materialize(unit: nn.Module, model: nn.Module, device: torch.device, *, skip: set[int]) -> None:
     """Give real, initialised tensors to the parts of a unit that are on the meta device.
 
+    Each module with such parts inside is initialised after its children, as a model is when it is built: by the
+    ``_init_weights`` of the Transformers model around it, else by its own ``reset_parameters``.
+
     Args:
         unit: The module to materialise.
-        model: The model that holds it; a Transformers model inside initialises its own submodules.
+        model: The model that holds it.
         device: Where the tensors go.
         skip: Identities of submodules that are done already, with all that is inside.
 
     Raises:
-        ValueError: If a module with tensors on the meta device has no way to initialise them.
+        ValueError: If a tensor has been on the meta device and nothing initialises it.
     """
-    modules = [module for module in _post_order(unit, skip) if _on_meta(module)]
-    owners = _initializers(model) if modules else {}
-    replaced: dict[int, tuple[Tensor, Tensor]] = {}
-    for module in modules:
-        _to_nan(module, device, replaced)
+    modules = list(_post_order(unit, skip))
+    created = _replace_meta(modules, device)
+    if not created:
+        return
+    owners = _initializers(model)
     with torch.no_grad():
-        for module in modules:
-            _initialize(module, owners.get(id(module)))
-
-
-def _initialize(module: nn.Module, owner: nn.Module | None) -> None:
-    """Initialise the module's own tensors; what is still NaN after that was forgotten."""
-    if owner is not None:
-        owner._init_weights(module)  # type: ignore[operator]
-    if _uninitialized(module) and callable(getattr(module, "reset_parameters", None)):
-        module.reset_parameters()  # type: ignore[operator]
-    forgotten = _uninitialized(module)
+        for module in _to_initialize(modules, {id(module) for module, _, _ in created}, skip):
+            owner = owners.get(id(module))
+            if owner is not None:
+                owner._init_weights(module)  # type: ignore[operator]
+            else:
+                _reset_parameters(module)
+        for module, name, version in created:
+            if _forgotten(module, name, version):  # the model around it does not know this kind of module
+                _reset_parameters(module)
+    forgotten = [(module, name) for module, name, version in created if _forgotten(module, name, version)]
     if forgotten:
+        module, name = forgotten[0]
         raise ValueError(
-            f"{type(module).__name__} was built on the meta device, and nothing initialises its {', '.join(forgotten)};"
-            " give it a reset_parameters() that does, or build it on a real device"
+            f"{type(module).__name__} was built on the meta device, and nothing initialises its {name}; give it a"
+            " reset_parameters() that does, or build it on a real device"
         )
 
 
-def _uninitialized(module: nn.Module) -> list[str]:
-    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    return [name for name, tensor in own if tensor.is_floating_point() and bool(tensor.isnan().any())]
+def _to_initialize(modules: list[nn.Module], created: set[int], skip: set[int]) -> list[nn.Module]:
+    """Modules, children first, that have something new inside.
+
+    One around units that are done would initialise those again: it is left out unless it has new tensors of its own.
+    """
+    chosen = []
+    for module in modules:
+        inside = {id(inner) for inner in module.modules()}
+        if id(module) in created or (inside & created and not inside & skip):
+            chosen.append(module)
+    return chosen
+
+
+def _reset_parameters(module: nn.Module) -> None:
+    for name in ("reset_parameters", "_reset_parameters"):  # nn.MultiheadAttention has the latter
+        reset = getattr(module, name, None)
+        if callable(reset):
+            reset()
+            return
+
+
+def _forgotten(module: nn.Module, name: str, version: int) -> bool:
+    """Whether nothing has written a new tensor: floats are NaN then, others are at their first version."""
+    tensor = getattr(module, name)
+    return bool(tensor.isnan().any()) if tensor.is_floating_point() else tensor._version == version
 
 
 def _post_order(module: nn.Module, skip: set[int], seen: set[int] | None = None) -> Iterator[nn.Module]:
@@ -133,30 +166,29 @@ def _post_order(module: nn.Module, skip: set[int], seen: set[int] | None = None)
     yield module
 
 
-def _on_meta(module: nn.Module) -> bool:
-    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return any(tensor.is_meta for tensor in own)
+def _replace_meta(modules: list[nn.Module], device: torch.device) -> list[tuple[nn.Module, str, int]]:
+    """Replace the modules' own meta tensors by NaN (0 where there is none); one that two modules share stays shared.
 
-
-def _to_nan(module: nn.Module, device: torch.device, replaced: dict[int, tuple[Tensor, Tensor]]) -> None:
-    """Replace the module's own meta tensors by NaN (integers by 0); one that two modules share stays shared.
-
-    ``replaced`` keeps the old tensor too, so that its identity is not given to another one meanwhile.
+    Returns:
+        Module, name and version of each new tensor.
     """
-
-    def real(tensor: Tensor) -> Tensor:
-        if id(tensor) not in replaced:
-            fill = float("nan") if tensor.is_floating_point() else 0
-            new: Tensor = torch.full_like(tensor, fill, device=device)
-            if isinstance(tensor, nn.Parameter):
-                new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-            replaced[id(tensor)] = (tensor, new)
-        return replaced[id(tensor)][1]
-
-    own = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-    for name, tensor in own:
-        if tensor.is_meta:
-            setattr(module, name, real(tensor))
+    # Keeps the old tensor too, so that its identity is not given to another one meanwhile.
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}
+    created = []
+    for module in modules:
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if not tensor.is_meta:
+                continue
+            if id(tensor) not in replaced:
+                fill = float("nan") if tensor.is_floating_point() else 0
+                new: Tensor = torch.full_like(tensor, fill, device=device)
+                if isinstance(tensor, nn.Parameter):
+                    new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+                replaced[id(tensor)] = (tensor, new)
+            new = replaced[id(tensor)][1]
+            setattr(module, name, new)
+            created.append((module, name, new._version))
+    return created
 
 
 def _initializers(model: nn.Module) -> dict[int, nn.Module]:

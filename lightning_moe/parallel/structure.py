@@ -59,7 +59,7 @@ def find_blocks(
             module of a class that the model itself lists in ``_no_split_modules``, as Transformers models do.
 
     Returns:
-        Names and modules, in the order of the model; no block lies inside another.
+        Names and modules, in the order of the model; no block lies inside another or shares a parameter with one.
 
     Raises:
         ValueError: If no module of a class that the user named exists.
@@ -80,7 +80,17 @@ def find_blocks(
     chosen = {id(module) for module in model.modules() if type(module).__name__ in named}
     if block_classes is None:
         chosen |= {id(module) for module in _longest_list(model, experts)}
-    return list(_outermost("", model, chosen))
+    return _without_shared(list(_outermost("", model, chosen)))
+
+
+def _without_shared(blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Leave out blocks that hold a parameter of another block: only what is around both can gather it."""
+    holders: dict[int, set[int]] = {}
+    for _, block in blocks:
+        for parameter in block.parameters():
+            holders.setdefault(id(parameter), set()).add(id(block))
+    sharing = {block for blocks_of_one in holders.values() if len(blocks_of_one) > 1 for block in blocks_of_one}
+    return [(name, block) for name, block in blocks if id(block) not in sharing]
 
 
 def _longest_list(model: nn.Module, experts: Sequence[FoundExperts]) -> list[nn.Module]:
@@ -119,10 +129,49 @@ def find_routers(model: nn.Module, experts: Sequence[FoundExperts]) -> list[nn.M
     routers = []
     for found in experts:
         parent = model.get_submodule(found.name.rpartition(".")[0])
-        for sibling in parent.children():
-            if sibling is not found.module and any(
-                parameter.ndim == 2 and parameter.shape[0] == found.num_experts
-                for parameter in sibling.parameters(recurse=False)
-            ):
-                routers.append(sibling)
+        routers += [m for m in parent.children() if m is not found.module and _routes(m, found.num_experts)]
     return routers
+
+
+def _routes(module: nn.Module, num_experts: int) -> bool:
+    """Whether a module is a router: little more than one matrix with a row an expert, its own or a child's."""
+    owners = (module, *module.children())
+    rows = [p for owner in owners for p in owner.parameters(recurse=False) if p.ndim == 2 and p.shape[0] == num_experts]
+    # A shared expert whose width is the number of experts has two or three such matrices.
+    return bool(rows) and sum(p.numel() for p in module.parameters()) < 2 * rows[0].numel()
+
+
+def check_no_hidden_experts(
+    model: nn.Module, experts: Sequence[FoundExperts], block_classes: Sequence[str] | None
+) -> None:
+    """Refuse a list of modules that looks like experts but is not registered.
+
+    Each rank would use those that its own tokens choose, and FSDP2 would add up the gradients of different experts or
+    wait for ranks that do not come.
+
+    Raises:
+        ValueError: If a list or dictionary of modules of one class lies beside a matrix with as many rows; the message
+            says how to register it, or to name the class in ``block_classes`` where it is not one of experts.
+    """
+    known = {id(inner) for found in experts for inner in found.module.modules()} | {id(f.module) for f in experts}
+    for parent_name, parent in model.named_modules():
+        for name, child in parent.named_children():
+            if not isinstance(child, nn.ModuleList | nn.ModuleDict) or id(child) in known or len(child) < 2:
+                continue
+            entries = list(child.children())
+            classes = {type(entry).__name__ for entry in entries}
+            if len(classes) > 1 or classes & set(block_classes or ()) or next(child.parameters(), None) is None:
+                continue
+            if any(id(inner) in known for inner in child.modules()):
+                continue
+            router = [n for n, m in parent.named_children() if m is not child and _routes(m, len(child))]
+            if router:
+                (entry,) = classes
+                raise ValueError(
+                    f"{parent_name or type(model).__name__}: {name!r} is {len(child)} modules of class {entry} beside"
+                    f" {router[0]!r} with as many rows, which looks like experts and their router. Ranks that choose"
+                    " different ones would add up gradients of different experts, or hang. If the class that holds"
+                    f" {name!r} is called as experts(hidden_states, top_k_index, top_k_weights), teach it:"
+                    f" lightning_moe.register_experts(ThatClass, ExpertsSpec(modules={name!r})). If these are not"
+                    f" experts, name their class: block_classes=[{entry!r}]"
+                )

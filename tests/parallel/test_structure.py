@@ -44,7 +44,9 @@ def test_the_user_names_the_classes() -> None:
 
 
 def test_a_dense_model() -> None:
-    config = LlamaConfig(hidden_size=16, num_hidden_layers=3, num_attention_heads=2, vocab_size=32, intermediate_size=16)
+    config = LlamaConfig(
+        hidden_size=16, num_hidden_layers=3, num_attention_heads=2, vocab_size=32, intermediate_size=16
+    )
     assert names(LlamaForCausalLM(config)) == ["model.layers.0", "model.layers.1", "model.layers.2"]
     assert names(nn.Sequential(nn.Linear(2, 2))) == []
 
