@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -133,6 +134,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
     @override
     def setup_environment(self) -> None:
         self._check_imports()
+        self._check_callbacks()
         check_replicate_size(self.replicate_size, self.world_size)
         check_expert_parallel_size(self.expert_parallel_size, self.world_size // self.replicate_size)
         assert self.accelerator is not None
@@ -160,6 +162,16 @@ class ExpertParallelStrategy(ModelParallelStrategy):
                 raise TypeError(
                     f"{type(candidate).__name__} comes from the package pytorch_lightning, but the Trainer from"
                     " lightning.pytorch; import it as `from lightning.pytorch import ...`"
+                )
+
+    def _check_callbacks(self) -> None:
+        assert self.lightning_module is not None
+        trainer: Any = self.lightning_module.trainer
+        for callback in trainer.callbacks:
+            if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+                raise ValueError(
+                    f"{type(callback).__name__} averages a copy of the whole model, which no rank holds under"
+                    " strategy='moe_ep'; remove the callback, or average saved checkpoints"
                 )
 
     @override

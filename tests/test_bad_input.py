@@ -279,6 +279,16 @@ def test_objects_of_pytorch_lightning(what: str) -> None:
         expect(errors, "must be a `LightningModule`", "Other")
 
 
+def fit_averaged() -> None:
+    averaging = pl.callbacks.StochasticWeightAveraging(swa_lrs=1e-2)
+    fit(tiny.TinyLM(), tiny.moe_ep(), steps=1, callbacks=[averaging])
+
+
+def test_callbacks_that_average_weights() -> None:
+    errors = run_ranks_expecting_error(fit_averaged, 2, timeout=60)
+    expect(errors, "StochasticWeightAveraging averages a copy of the whole model", "remove the callback")
+
+
 # Registration
 
 
