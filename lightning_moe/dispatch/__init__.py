@@ -1,41 +1,23 @@
-"""How rows reach their expert and come back. One file a dispatcher; a new one is added to ``_DISPATCHERS`` below."""
+"""How rows reach their expert and come back. One file a dispatcher; a new one is added to ``DISPATCHERS`` below."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
+from lightning_moe.choices import Choice, Choices, needs_adapter
 from lightning_moe.dispatch.all_to_all import AllToAllDispatcher
 from lightning_moe.dispatch.base import Dispatched, Dispatcher, DispatcherCaps
 from lightning_moe.dispatch.local import LocalDispatcher
-from lightning_moe.optional import probe
 
-__all__ = ["Dispatched", "Dispatcher", "DispatcherCaps", "build_dispatcher", "dispatcher_options"]
+__all__ = ["Dispatched", "Dispatcher", "DispatcherCaps", "build_dispatcher", "check_dispatcher", "dispatcher_options"]
 
-
-@dataclass(frozen=True)
-class _Entry:
-    """One dispatcher: how it is built, and the reason why it is not usable here (empty where it is)."""
-
-    build: Callable[[], Dispatcher] | None
-    unusable: Callable[[], str]
-
-
-def _no_adapter(package: str) -> Callable[[], str]:
-    def reason() -> str:
-        found = probe(package)
-        if found.module is None:
-            return f"{package} is {found.reason}"
-        return f"{package} {found.version} is installed, but this version of lightning-moe has no adapter for it"
-
-    return reason
-
-
-_DISPATCHERS: dict[str, _Entry] = {
-    "local": _Entry(LocalDispatcher, lambda: ""),
-    "all_to_all": _Entry(AllToAllDispatcher, lambda: ""),
-    "deepep": _Entry(None, _no_adapter("deep_ep")),
-    "hybridep": _Entry(None, _no_adapter("deep_ep")),
-    "nccl_ep": _Entry(None, _no_adapter("transformer_engine")),
-}
+DISPATCHERS: Choices[Dispatcher] = Choices(
+    "dispatcher",
+    {
+        "local": Choice(LocalDispatcher),
+        "all_to_all": Choice(AllToAllDispatcher),
+        "deepep": Choice(None, needs_adapter("deep_ep", "adapter")),
+        "hybridep": Choice(None, needs_adapter("deep_ep", "adapter")),
+        "nccl_ep": Choice(None, needs_adapter("transformer_engine", "adapter")),
+    },
+    also=" and a Dispatcher object",
+)
 
 
 def dispatcher_options() -> dict[str, str]:
@@ -44,28 +26,18 @@ def dispatcher_options() -> dict[str, str]:
     Returns:
         For each name an empty string where it is usable here, else the reason in one line.
     """
-    return {name: entry.unusable() for name, entry in _DISPATCHERS.items()}
+    return DISPATCHERS.options()
 
 
 def check_dispatcher(dispatcher: str | Dispatcher) -> None:
-    """Check the name of a dispatcher without building anything.
+    """Check the strategy's ``dispatcher`` option without building anything.
 
     Raises:
         ValueError: If there is no dispatcher of that name.
         RuntimeError: If it is not usable here; the message holds the reason.
     """
-    if isinstance(dispatcher, Dispatcher) or dispatcher == "auto":
-        return
-    if not isinstance(dispatcher, str) or dispatcher not in _DISPATCHERS:
-        allowed = ", ".join(repr(name) for name in ("auto", *_DISPATCHERS))
-        raise ValueError(f"dispatcher={dispatcher!r} is not known; allowed are {allowed} and a Dispatcher object")
-    reason = _DISPATCHERS[dispatcher].unusable()
-    if reason:
-        usable = ", ".join(repr(name) for name, entry in _DISPATCHERS.items() if not entry.unusable())
-        raise RuntimeError(
-            f"dispatcher={dispatcher!r} is not usable here: {reason}. Usable are 'auto', {usable};"
-            " `lightning-moe doctor` lists them all"
-        )
+    if not isinstance(dispatcher, Dispatcher):
+        DISPATCHERS.check(dispatcher)
 
 
 def build_dispatcher(dispatcher: str | Dispatcher, expert_parallel_size: int) -> Dispatcher:
@@ -80,7 +52,6 @@ def build_dispatcher(dispatcher: str | Dispatcher, expert_parallel_size: int) ->
         ValueError: If there is no dispatcher of that name, or ``"local"`` is asked to serve several ranks.
         RuntimeError: If it is not usable here; the message holds the reason.
     """
-    check_dispatcher(dispatcher)
     if isinstance(dispatcher, Dispatcher):
         return dispatcher
     if dispatcher == "auto":
@@ -90,6 +61,4 @@ def build_dispatcher(dispatcher: str | Dispatcher, expert_parallel_size: int) ->
             f"dispatcher='local' keeps every expert on each rank, but expert_parallel_size={expert_parallel_size};"
             " set dispatcher='auto' or expert_parallel_size=1"
         )
-    build = _DISPATCHERS[dispatcher].build
-    assert build is not None
-    return build()
+    return DISPATCHERS.build(dispatcher)

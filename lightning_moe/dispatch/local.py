@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from lightning_moe.dispatch.base import Dispatched, Dispatcher, DispatcherCaps
@@ -16,20 +14,6 @@ class LocalDispatcher(Dispatcher):
 
     name = "local"
     caps = DispatcherCaps(max_ranks=1, expert_major=True)
-
-    @override
-    def setup(
-        self,
-        group: ProcessGroup | None,
-        *,
-        num_experts: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        top_k: int | None = None,
-        max_tokens_per_rank: int | None = None,
-        alignment: int = 1,
-    ) -> None:
-        super().setup(group, num_experts=num_experts, hidden_size=hidden_size, dtype=dtype, alignment=alignment)
 
     @override
     def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Dispatched:

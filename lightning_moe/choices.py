@@ -1,0 +1,85 @@
+"""Options whose values are names of parts: which there are, which are usable here, and why the others are not."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from lightning_moe.optional import probe
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Choice(Generic[T]):
+    """One part that can be chosen by name.
+
+    Attributes:
+        build: Makes one; ``None`` where this version has none to make.
+        unusable: Says why it is not usable here in one line, or nothing where it is.
+    """
+
+    build: Callable[[], T] | None
+    unusable: Callable[[], str] = lambda: ""
+
+
+def needs_adapter(package: str, what: str) -> Callable[[], str]:
+    """Reason of a part that a package brings, but that this version cannot make.
+
+    Args:
+        package: The optional package.
+        what: What is missing beside it, for example ``"adapter"``.
+    """
+
+    def reason() -> str:
+        found = probe(package)
+        if found.module is None:
+            return f"{package} is {found.reason}"
+        return f"{package} {found.version} is installed, but this version of lightning-moe has no {what} for it"
+
+    return reason
+
+
+class Choices(Generic[T]):
+    """The parts that an option chooses from; ``"auto"`` is left to the caller.
+
+    Args:
+        option: Name of the option, for messages.
+        choices: The parts by name.
+        also: What the option takes besides names, for messages.
+    """
+
+    def __init__(self, option: str, choices: Mapping[str, Choice[T]], also: str = "") -> None:
+        self.option = option
+        self.choices = choices
+        self.also = also
+
+    def options(self) -> dict[str, str]:
+        """For each name an empty string where it is usable here, else the reason in one line."""
+        return {name: choice.unusable() for name, choice in self.choices.items()}
+
+    def check(self, name: str) -> None:
+        """Check a name without building anything.
+
+        Raises:
+            ValueError: If there is no part of that name.
+            RuntimeError: If it is not usable here; the message holds the reason.
+        """
+        if name == "auto":
+            return
+        if not isinstance(name, str) or name not in self.choices:
+            allowed = ", ".join(map(repr, ("auto", *self.choices)))
+            raise ValueError(f"{self.option}={name!r} is not known; allowed are {allowed}{self.also}")
+        reason = self.choices[name].unusable()
+        if reason:
+            usable = ", ".join(repr(other) for other, problem in self.options().items() if not problem)
+            raise RuntimeError(
+                f"{self.option}={name!r} is not usable here: {reason}. Usable are 'auto', {usable};"
+                " `lightning-moe doctor` lists them all"
+            )
+
+    def build(self, name: str) -> T:
+        """Make the part of a name that :meth:`check` accepts and that is not ``"auto"``."""
+        self.check(name)
+        build = self.choices[name].build
+        assert build is not None
+        return build()
