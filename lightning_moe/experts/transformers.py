@@ -39,7 +39,7 @@ def experts_spec(module: nn.Module) -> ExpertsSpec | None:
         transposed=experts.is_transposed,
         up_bias=f"{up}_bias" if experts.has_bias else None,
         down_bias="down_proj_bias" if experts.has_bias else None,
-        post=_post_norm if experts.has_post_expert_norm else None,
+        post=_post_norm if getattr(experts, "has_post_expert_norm", False) else None,  # newer than the other flags
         install=_install,
     )
 
