@@ -32,9 +32,8 @@ def needs_adapter(package: str, what: str) -> Callable[[], str]:
 
     def reason() -> str:
         found = probe(package)
-        if found.module is None:
-            return f"{package} is {found.reason}"
-        return f"{package} {found.version} is installed, but this version of lightning-moe has no {what} for it"
+        state = found.reason or f"installed {found.version}".rstrip()
+        return f"this version of lightning-moe has no {what} for {package} yet ({package}: {state})"
 
     return reason
 

@@ -44,8 +44,8 @@ class Layout:
 
     def __str__(self) -> str:
         return (
-            f"{self.world_size} ranks = replicate {self.replicate} x shard {self.shard};"
-            f" experts: expert_shard {self.expert_shard} x expert {self.expert}"
+            f"{self.world_size} rank{'s' * (self.world_size > 1)}: expert_parallel_size={self.expert} (experts sharded"
+            f" over {self.expert_shard}), other weights sharded over {self.shard}, replicate_size={self.replicate}"
         )
 
 

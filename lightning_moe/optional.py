@@ -32,11 +32,13 @@ class Probe:
         name: The package.
         module: The imported module, or ``None`` where the import failed.
         reason: Why the import failed, in one line; empty where it did not.
+        hint: What installs the package, where the reason is that it is not there.
     """
 
     name: str
     module: ModuleType | None
     reason: str = ""
+    hint: str = ""
 
     @property
     def version(self) -> str:
@@ -64,7 +66,7 @@ def probe(name: str) -> Probe:
         return Probe(name, importlib.import_module(target))
     except ModuleNotFoundError as error:
         if error.name == target.split(".")[0]:
-            return Probe(name, None, f"not installed: pip install 'lightning-moe[{extra}]'")
+            return Probe(name, None, "not installed", f"pip install 'lightning-moe[{extra}]'")
         return Probe(name, None, f"cannot be imported: {_one_line(error)}")
     except Exception as error:
         return Probe(name, None, f"cannot be imported: {_one_line(error)}")
@@ -82,7 +84,8 @@ def require(name: str, purpose: str) -> ModuleType:
     """
     found = probe(name)
     if found.module is None:
-        raise ModuleNotFoundError(f"{purpose} needs the package {name!r}, which is {found.reason}", name=name)
+        text = ": ".join(filter(None, (found.reason, found.hint)))
+        raise ModuleNotFoundError(f"{purpose} needs the package {name!r}, which is {text}", name=name)
     return found.module
 
 

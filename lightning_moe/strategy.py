@@ -230,9 +230,20 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         meshes: Meshes = build_meshes(self._device_mesh, size, self._timeout)
         sharded = shard_module(module, experts, meshes, policy, options, self.root_device)
         rank_zero_info(f"moe_ep: {sharded.layout}; {len(experts)} experts modules, dispatcher {dispatcher.name!r}")
-        for note in sharded.notes:
+        for note in (*sharded.notes, *self._notes(sharded.layout, {found.num_experts for found in experts})):
             rank_zero_info(f"moe_ep: {note}")
         return sharded
+
+    def _notes(self, layout: Layout, expert_counts: set[int]) -> list[str]:
+        """What ``"auto"`` could not do, with the reason."""
+        if self.expert_parallel_size != "auto" or layout.expert > 1 or layout.world_size == 1 or not expert_counts:
+            return []
+        counts = ", ".join(map(str, sorted(expert_counts)))
+        return [
+            f"expert_parallel_size='auto' is 1, so every rank gathers all experts of a layer: no larger number divides"
+            f" the expert counts ({counts}), the ranks of a node ({self.num_processes}) and those of a replica"
+            f" ({layout.shard})"
+        ]
 
     def _check_optimizers(self) -> None:
         """Find optimizers that hold the weights of before: they would step on nothing, and the loss would be logged."""

@@ -66,7 +66,7 @@ def test_quickstart_learns_logs_and_resumes(tmp_path: Path) -> None:
     for tag in ("train/loss", "lr", "tps_per_gpu", "tflops_per_gpu", "peak_memory_gib"):
         assert len(unbroken[tag]) > STEPS // 2, tag
         assert all(value > 0 for value in unbroken[tag].values()), tag
-    assert "2 ranks = replicate 1 x shard 2; experts: expert_shard 1 x expert 2" in printed
+    assert "2 ranks: expert_parallel_size=2 (experts sharded over 1), other weights sharded over 2" in printed
     for text in ("logs", "checkpoints", "tensorboard --logdir runs/quickstart", "--ckpt_path last"):
         assert text in printed
 

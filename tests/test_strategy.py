@@ -406,3 +406,19 @@ def test_names_and_full_shapes_stay_and_experts_lie_on_their_mesh() -> None:
         mesh = "replicate expert_shard expert" if ".experts." in name else "replicate shard"
         assert text.startswith(mesh), (name, text)
     assert found["net.model.layers.0.mlp.experts.down_proj"].endswith("(8, 32, 16)")
+
+
+def test_a_distributed_checkpoint_becomes_one_file_of_plain_weights(tmp_path: Path) -> None:
+    """What the README shows to get a trained model out."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    trained = run_ranks(fit_and_save, 2, {"expert_parallel_size": 2}, str(tmp_path / "a.ckpt"))[0]["weights"]
+    dcp_to_torch_save(str(tmp_path / "a.ckpt"), str(tmp_path / "weights.pt"))
+    state = torch.load(tmp_path / "weights.pt")["state_dict"]
+    module = tiny.TinyLM()
+    module.load_state_dict(state)
+    assert all(torch.equal(weight, trained[name]) for name, weight in module.named_parameters())
+    module.net.save_pretrained(tmp_path / "folder")
+    loaded = type(module.net).from_pretrained(tmp_path / "folder")
+    tokens = tiny.tokens(1, 2)[0]
+    torch.testing.assert_close(loaded(input_ids=tokens).logits, module.net(input_ids=tokens).logits)

@@ -17,7 +17,8 @@ class TokenDataModule(LightningDataModule, ABC):
     """A data module over two flat streams of tokens, one to train on and one to validate on.
 
     Batches are dicts of ``input_ids`` and ``labels``, both ``[batch_size, sequence_length]`` int64, where a label is
-    the token after its position. Every rank reads other windows, the same number of whole batches on each.
+    the token after its position. Every rank reads other windows, the same number of whole batches on each. Test and
+    prediction read what validation reads.
     A subclass supplies the streams.
 
     Args:
@@ -91,13 +92,21 @@ class TokenDataModule(LightningDataModule, ABC):
             raise ValueError(
                 f"{self.val_option} leaves {len(dataset)} windows of sequence_length={self.sequence_length} to "
                 f"validate on, and batch_size={self.batch_size} on {layout['num_replicas']} ranks takes "
-                f"{self.batch_size * layout['num_replicas']} windows a step. Raise it, or lower batch_size or "
-                "sequence_length"
+                f"{self.batch_size * layout['num_replicas']} windows a step. Hold out more text, or lower "
+                "batch_size or sequence_length"
             )
         if self._overfits():
             return self._plain_loader(dataset)
         sampler = ResumableSampler(dataset, shuffle=False, **layout)
         return DataLoader(dataset, self.batch_size, sampler=sampler, drop_last=True, **self._loader_options())
+
+    @override
+    def test_dataloader(self) -> DataLoader | list[DataLoader]:
+        return self.val_dataloader()
+
+    @override
+    def predict_dataloader(self) -> DataLoader | list[DataLoader]:
+        return self.val_dataloader()
 
     def check_validation_tokens(self, count: int) -> None:
         """Check that there is enough to validate on.
@@ -111,8 +120,8 @@ class TokenDataModule(LightningDataModule, ABC):
         if count < self.sequence_length + 1:
             raise ValueError(
                 f"{self.val_option} leaves {count} tokens to validate on, fewer than the {self.sequence_length + 1} of "
-                f"one window of sequence_length={self.sequence_length} and its last label. Raise it or lower "
-                "sequence_length"
+                f"one window of sequence_length={self.sequence_length} and its last label. Hold out more text, or "
+                "lower sequence_length"
             )
 
     def _loaded(self) -> tuple[PackedTokens, PackedTokens | None]:

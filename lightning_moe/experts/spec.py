@@ -133,6 +133,16 @@ class ExpertsSpec:
                 f" parameters must be the expert; it has {sizes or 'no parameters'}. Move other parameters into a"
                 " submodule"
             )
+        if self.up is not None and self.down is not None:
+            taken = self.hidden_size(module)
+            returned = parameters[self.down].shape[2 if self.transposed else 1]
+            if taken != returned:
+                raise ValueError(
+                    f"ExpertsSpec of {type(module).__name__}: {self.up!r} {list(parameters[self.up].shape)} takes rows"
+                    f" of width {taken}, but {self.down!r} {list(parameters[self.down].shape)} returns {returned};"
+                    f" weights are read as {'[E, in, out]' if self.transposed else '[E, out, in]'}, set"
+                    f" transposed={not self.transposed} if they are stored the other way"
+                )
         return next(iter(sizes.values()))
 
     def _num_modules(self, module: nn.Module, parameters: list[str]) -> int:

@@ -86,6 +86,16 @@ class CausalLM(LightningModule):
         self.meta_device = meta_device
         self._evaluated = torch.zeros(2)  # summed loss and valid tokens of the evaluation that is running
 
+    @override
+    def setup(self, stage: str) -> None:
+        data = getattr(self.trainer, "datamodule", None)
+        tokens, known = getattr(data, "vocab_size", None), self.network_config.get_text_config().vocab_size
+        if tokens is not None and tokens > known:
+            raise ValueError(
+                f"config.vocab_size={known} is too small for the data: {type(data).__name__} has tokens up to"
+                f" {tokens - 1}. Set config.vocab_size to {tokens} or more"
+            )
+
     # The network
 
     @override

@@ -24,6 +24,7 @@ class RoutedExperts:
         self.spec = spec
         self.dispatcher = dispatcher
         self.backend = backend
+        self.hidden_size = spec.hidden_size(module)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute the experts of a batch of tokens.
@@ -43,6 +44,11 @@ class RoutedExperts:
             raise ValueError(
                 f"{type(self.module).__name__} takes hidden_states [T, H], top_k_index [T, K] and top_k_weights [T, K];"
                 f" got {list(hidden_states.shape)}, {list(top_k_index.shape)} and {list(top_k_weights.shape)}"
+            )
+        if self.hidden_size and hidden_states.shape[-1] != self.hidden_size:
+            raise ValueError(
+                f"{type(self.module).__name__} got hidden_states of width {hidden_states.shape[-1]}, but its weight"
+                f" {self.spec.up!r} takes {self.hidden_size}; is transposed={self.spec.transposed} right in its spec?"
             )
         dtype = next(self.module.parameters()).dtype
         hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1]).to(dtype)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -119,7 +119,7 @@ def test_validation_and_test_weigh_every_token_the_same(tmp_path: Path) -> None:
 def test_prediction_is_the_mean_log_likelihood_of_each_sequence(tmp_path: Path) -> None:
     model = causal_lm()
     data = Sequences(3, valid=[16, 4, 0])
-    found = torch.cat(trainer(tmp_path).predict(model, DataLoader(data, 2)))
+    found = torch.cat(trainer(tmp_path).predict(model, DataLoader(data, batch_size=2)))
     assert found.shape == (3,)
     for row, kept in ((0, 16), (1, 4)):
         with torch.no_grad():
@@ -336,3 +336,14 @@ def test_without_transformers_the_import_works_and_the_model_says_what_to_instal
     )
     result = in_subprocess([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT)
     assert "ModuleNotFoundError: CausalLM needs the package 'transformers'" in result.stderr.splitlines()[-1]
+
+
+def test_a_vocabulary_that_is_too_small_for_the_data(tmp_path: Path) -> None:
+    class Data(LightningDataModule):
+        vocab_size = 1000
+
+        def train_dataloader(self) -> DataLoader:
+            return loader()
+
+    with pytest.raises(ValueError, match=r"config.vocab_size=\d+ is too small for the data: Data has tokens up to 999"):
+        trainer(tmp_path, max_steps=1).fit(causal_lm(), Data())
