@@ -6,10 +6,8 @@ module named by ``class_path``. Importing this module registers the strategy ``m
 
 import difflib
 import importlib
-import inspect
 import logging
 import os
-import re
 import shlex
 import sys
 import warnings
@@ -19,8 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
@@ -29,6 +26,18 @@ from rich.text import Text
 from typing_extensions import override
 
 import lightning_moe  # noqa: F401  (registers the strategy)
+from lightning_moe.cli_checkpoints import callback_directories, checkpoint_places, newest_checkpoints, newest_fitting
+from lightning_moe.cli_errors import (
+    RefusedError,
+    condense,
+    end_of_run,
+    first_cause,
+    hint,
+    refuses_an_option,
+    report,
+    traceback_wanted,
+    unknown_options,
+)
 
 _TRAINER_COMMANDS = {
     "fit": "train the model of a config file",
@@ -50,15 +59,6 @@ class _Tool:
 _TOOLS = {
     "doctor": _Tool("show versions, devices and what is usable here, with reasons", "lightning_moe.doctor"),
 }
-
-
-class _RefusedError(SystemExit):
-    """The arguments or the config cannot be used. An exit, so that no layer between takes it for a crash."""
-
-    def __init__(self, reason: str, hint: str = "") -> None:
-        super().__init__(2)
-        self.reason = reason
-        self.hint = hint
 
 
 def main(argv: list[str] | None = None) -> int | None:
@@ -83,8 +83,8 @@ def main(argv: list[str] | None = None) -> int | None:
         return 0
     try:
         return _run(command, arguments)
-    except _RefusedError as refused:
-        _complain(f"lightning-moe: error: {refused.reason}. {refused.hint}".rstrip())
+    except RefusedError as refused:
+        report(refused)
         return 2
     except SystemExit as stop:  # --help of a command, and Lightning after Ctrl-C
         return stop.code if stop.code is None or isinstance(stop.code, int) else 1
@@ -95,7 +95,7 @@ def _run(command: str, arguments: list[str]) -> int | None:
         known = [*_TRAINER_COMMANDS, *_TOOLS]
         close = difflib.get_close_matches(command, known, n=1)
         meant = f"Did you mean {close[0]!r}?" if close else ""
-        raise _RefusedError(f"unknown command {command!r}", f"{meant}\n\n{_help()}")
+        raise RefusedError(f"unknown command {command!r}", f"{meant}\n\n{_help()}")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a class_path may name a module beside the config
     if command in _TOOLS:
@@ -121,7 +121,7 @@ class MoECLI(LightningCLI):
     def __init__(self, arguments: list[str]) -> None:
         self._arguments = arguments
         super().__init__(
-            args=arguments,
+            args=_with_strategy_class(arguments),
             parser_class=_Parser,
             auto_configure_optimizers=False,
             save_config_kwargs={"overwrite": True},
@@ -132,8 +132,11 @@ class MoECLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         try:
             self.config = parser.parse_args(args)
-        except _RefusedError as refused:
-            raise _explain(refused.reason, self._arguments) from None
+        except RefusedError as refused:
+            command = self._arguments[0]
+            known = self._subcommand_parsers[command]._option_string_actions
+            unknown = unknown_options(refused.reason, known, command)
+            raise unknown or _explain(refused.reason, self._arguments) from None
 
     @override
     def _parse_ckpt_path(self) -> None:
@@ -144,20 +147,34 @@ class MoECLI(LightningCLI):
         try:
             super().instantiate_classes()
         except Exception as error:
-            cause = _first_cause(error)
-            if os.environ.get("LIGHTNING_MOE_TRACEBACK") or not _refuses_an_option(cause):
+            cause = first_cause(error)
+            if traceback_wanted() or not refuses_an_option(cause):
                 raise cause from None
-            reason = f"{_sources(self._arguments)}: {_condense(str(error))}"
-            raise _RefusedError(reason, "(LIGHTNING_MOE_TRACEBACK=1 shows where this was raised)") from error
+            reason = f"{_sources(self._arguments)}: {condense(str(error))}"
+            raise RefusedError(reason, "(LIGHTNING_MOE_TRACEBACK=1 shows where this was raised)") from error
+
+    @override
+    def _run_subcommand(self, subcommand: str) -> None:
+        try:
+            super()._run_subcommand(subcommand)
+        except BaseException as error:
+            end = end_of_run(error, self.trainer, _sources(self._arguments))
+            if end is error:
+                raise
+            raise end from error
 
     def fit(self, **kwargs: Any) -> None:
         """Train, then say where the results lie and how to go on; also after Ctrl-C."""
         kwargs = self._with_checkpoint(kwargs)
+        watch = _TrainingStarted()
+        self.trainer.callbacks.append(watch)  # type: ignore[attr-defined]
         try:
             self.trainer.fit(**kwargs)
         except SystemExit:
             self._print_summary()
             raise
+        if kwargs.get("ckpt_path") and not watch.started:
+            self._print_why_nothing_was_done(kwargs["ckpt_path"])
         self._print_summary()
 
     def validate(self, **kwargs: Any) -> None:
@@ -176,33 +193,47 @@ class MoECLI(LightningCLI):
         """Turn ``ckpt_path: last`` into a path.
 
         Lightning looks for it in the directory of the run that starts now, which is new and empty, and would begin
-        anew. Here it is the newest checkpoint of earlier runs of the same model class that this config writes beside.
+        anew. Here it is the newest checkpoint of earlier runs with the model and the data of this config.
         """
         wanted = kwargs.get("ckpt_path")
         if wanted not in ("last", "best"):
             self._check_checkpoint(wanted)
             return kwargs
-        model = self._get(self.config, "model")
-        places = _checkpoint_places(self.trainer, getattr(model, "class_path", None))
-        found = newest_checkpoints(places)
-        searched = ", ".join(_shown(place) for place in places) or _shown(self.trainer.default_root_dir)
+        places = checkpoint_places(self.trainer)
+        searched = ", ".join(_shown(place.directory) for place in places) or _shown(self.trainer.default_root_dir)
         if wanted == "best":
+            found = newest_checkpoints([place.directory for place in places])
             listed = " ".join(_shown(path) for path in found) or f"none in {searched}"
-            raise _RefusedError("ckpt_path 'best' is known only inside the run that saved it", f"Give a path: {listed}")
-        if found:
-            self._check_checkpoint(found[0])
-            _say(f"{self.subcommand} continues from {_shown(found[0])}")
-            return {**kwargs, "ckpt_path": str(found[0])}
+            raise RefusedError("ckpt_path 'best' is known only inside the run that saved it", f"Give a path: {listed}")
+        newest, passed_over = newest_fitting(places, self._saved_form())
+        for line in passed_over:
+            _say(line)
+        if newest is not None:
+            self._check_checkpoint(newest)
+            _say(f"{self.subcommand} continues from {_shown(newest)}")
+            return {**kwargs, "ckpt_path": str(newest)}
+        reason = f"ckpt_path 'last': no checkpoint of this config's model and data in {searched}"
         if self.subcommand == "fit":
-            rank_zero_warn(f"ckpt_path 'last': no checkpoint in {searched}; training begins at step 0.")
+            rank_zero_warn(f"{reason}; training begins at step 0.")
             return {**kwargs, "ckpt_path": None}
-        raise _RefusedError(f"ckpt_path 'last': no checkpoint in {searched}", "Run `lightning-moe fit` or give a path")
+        raise RefusedError(reason, "Run `lightning-moe fit` or give a path")
+
+    def _saved_form(self) -> dict[str, Any]:
+        """The present config as this run will save it."""
+        command = str(self.subcommand)
+        return yaml.safe_load(self._parser(command).dump(self.config[command], skip_none=False))
 
     def _check_checkpoint(self, path: str | Path | None) -> None:
-        if path is None or not (Path(path) / ".metadata").is_file():
+        if path is None or str(path) == "hpc" or str(path).startswith("registry") or "://" in str(path):
+            return
+        if not Path(path).exists():
+            beside = [_shown(other) for other in newest_checkpoints([Path(path).parent])[:5]]
+            listed = f"Checkpoints there: {', '.join(beside)}" if beside else "Give a path, or `last`"
+            raise RefusedError(f"ckpt_path {_shown(path)!r} does not exist", listed)
+        if not (Path(path) / ".metadata").is_file():
             return
         if not isinstance(self.trainer.strategy, ModelParallelStrategy | FSDPStrategy):
-            raise _RefusedError(
+            raise RefusedError(
                 f"ckpt_path {_shown(path)} is a distributed checkpoint (a directory), which the strategy"
                 f" {type(self.trainer.strategy).__name__} cannot read",
                 "Set trainer.strategy: moe_ep, or merge it to one file:"
@@ -210,11 +241,19 @@ class MoECLI(LightningCLI):
             )
 
     @rank_zero_only
+    def _print_why_nothing_was_done(self, checkpoint: str) -> None:
+        limits = _reached_limits(self.trainer)
+        if limits:
+            reached = " and ".join(f"{option[2:]}={limit}" for option, limit in limits.items())
+            again = shlex.join(["lightning-moe", *_arguments_to_go_on(self._arguments, self.trainer, checkpoint)])
+            _say(f"Nothing was trained: {_shown(checkpoint)} has reached {reached} already. To go on: {again}")
+
+    @rank_zero_only
     def _print_summary(self) -> None:
         trainer = self.trainer
         if getattr(trainer, "fast_dev_run", False):
             return
-        checkpoints = newest_checkpoints(_callback_directories(trainer))
+        checkpoints = newest_checkpoints(callback_directories(trainer))
         lines = []
         for logger in trainer.loggers:
             if logger.save_dir is not None:
@@ -231,69 +270,44 @@ class MoECLI(LightningCLI):
             _say(Text.assemble((f"{name:<13}", "bold"), text))
 
 
+class _TrainingStarted(Callback):
+    """Knows whether there was anything left to train."""
+
+    started = False
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.started = True
+
+
 class _Parser(LightningArgumentParser):
-    """Raises what it cannot parse, in place of a page of usage."""
+    """Raises what it cannot parse, in place of a page of usage, and takes no abbreviations."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         if not self.exit_on_error:
             super().error(message, ex)
-        raise _RefusedError(message)
+        raise RefusedError(message)
 
 
-def newest_checkpoints(directories: Sequence[Path]) -> list[Path]:
-    """List the whole checkpoints of some directories.
-
-    Args:
-        directories: Where ``*.ckpt`` files and ``*.ckpt`` directories (distributed checkpoints) may lie.
-
-    Returns:
-        Their paths, the newest first. A distributed checkpoint counts once its metadata is there: it is written last.
-    """
-    times = {}
-    for directory in directories:
-        for path in directory.glob("*.ckpt"):
-            marker = path / ".metadata" if path.is_dir() else path
-            if marker.exists():
-                times[path] = marker.stat().st_mtime_ns
-    return sorted(times, key=lambda path: times[path], reverse=True)
-
-
-def _callback_directories(trainer: Trainer) -> list[Path]:
-    directories = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
-    return [Path(directory) for directory in directories if directory]
-
-
-def _checkpoint_places(trainer: Trainer, model_class: str | None) -> list[Path]:
-    """Where earlier runs of a config have put checkpoints, by the rules of ModelCheckpoint."""
-    places = _callback_directories(trainer)
-    for logger in trainer.loggers:
-        runs = Path(logger.save_dir or trainer.default_root_dir) / str(logger.name)
-        places += [run / "checkpoints" for run in runs.glob("*") if _saved_model_class(run) in (None, model_class)]
-    if not trainer.loggers:
-        places.append(Path(trainer.default_root_dir) / "checkpoints")
-    return [place for place in dict.fromkeys(places) if place.is_dir()]
-
-
-def _saved_model_class(run: Path) -> str | None:
-    """The model of a run by the config that the command line saved there; ``None`` where that is unknown."""
-    try:
-        saved = yaml.safe_load((run / "config.yaml").read_text())
-        return saved["model"]["class_path"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
-        return None
-
-
-def _arguments_to_go_on(arguments: list[str], trainer: Trainer) -> list[str]:
-    """The same command with ``--ckpt_path last``, and with a later end where the run has reached its own."""
+def _reached_limits(trainer: Trainer) -> dict[str, int]:
     limits = {}
     if trainer.max_steps > 0 and trainer.global_step >= trainer.max_steps:
         limits["--trainer.max_steps"] = trainer.max_steps
-    elif trainer.max_epochs is not None and 0 < trainer.max_epochs <= trainer.current_epoch:
+    if trainer.max_epochs is not None and 0 < trainer.max_epochs <= trainer.current_epoch:
         limits["--trainer.max_epochs"] = trainer.max_epochs
+    return limits
+
+
+def _arguments_to_go_on(arguments: list[str], trainer: Trainer, checkpoint: str = "last") -> list[str]:
+    """The same command from a checkpoint on, and with a later end where the run has reached its own."""
+    limits = _reached_limits(trainer)
     kept = _without_options(arguments, ["--ckpt_path", *limits])
     doubled = [str(part) for option, limit in limits.items() for part in (option, 2 * limit)]
-    return [*kept, "--ckpt_path", "last", *doubled]
+    return [*kept, "--ckpt_path", checkpoint, *doubled]
 
 
 def _without_options(arguments: list[str], options: Sequence[str]) -> list[str]:
@@ -307,14 +321,38 @@ def _without_options(arguments: list[str], options: Sequence[str]) -> list[str]:
     return kept
 
 
-def _config_files(arguments: Sequence[str]) -> list[str]:
-    """The files that ``--config`` names. Its value may also be the YAML itself."""
+def _given(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
+    """The values that options were given."""
     values = []
     for position, argument in enumerate(arguments):
         name, given, value = argument.partition("=")
-        if name in ("-c", "--config"):
+        if name in names:
             values.append(value if given else "".join(arguments[position + 1 : position + 2]))
+    return values
+
+
+def _config_files(arguments: Sequence[str]) -> list[str]:
+    """The files that ``--config`` names. Its value may also be the YAML itself."""
+    values = _given(arguments, ("-c", "--config"))
     return [value for value in values if "\n" not in value and "{" not in value and "://" not in value]
+
+
+def _with_strategy_class(arguments: list[str]) -> list[str]:
+    """Write the strategy ``moe_ep`` as a class where its options are given one by one: a name can have none."""
+    option = "--trainer.strategy"
+    first = next((at for at, part in enumerate(arguments) if part.startswith(f"{option}.")), None)
+    if first is None:
+        return arguments
+    strategies = _given(arguments, (option,))
+    for file in () if strategies else _config_files(arguments):
+        trainer = yaml.safe_load(Path(file).read_text(encoding="utf-8")).get("trainer")
+        if isinstance(trainer, dict) and "strategy" in trainer:
+            strategies.append(trainer["strategy"])
+    if not strategies or strategies[-1] != "moe_ep":
+        return arguments
+    before = _without_options(arguments[:first], [option])
+    after = _without_options(arguments[first:], [option])
+    return [*before, f"{option}=lightning_moe.ExpertParallelStrategy", *after]
 
 
 def _check_config_file(file: str) -> None:
@@ -323,75 +361,33 @@ def _check_config_file(file: str) -> None:
     if not file or not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path()
         there = sorted(_shown(other) for pattern in ("*.yaml", "*.yml") for other in folder.glob(pattern))
+        elsewhere = sorted(_shown(other) for other in Path("configs").rglob("*") if other.name == path.name)
+        if elsewhere:
+            raise RefusedError(f"config file {file!r} does not exist", f"Did you mean {' or '.join(elsewhere)}?")
         listed = f"Config files in {_shown(folder)}: {', '.join(there)}" if there else "Check the path"
-        raise _RefusedError(f"config file {file!r} does not exist", listed)
+        raise RefusedError(f"config file {file!r} does not exist", listed)
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = ", ".join(str(part) for part in (error.context, error.problem) if part)
-        raise _RefusedError(f"config file {file}{where}: {problem}", "Correct the YAML there or just above") from None
+        raise RefusedError(f"config file {file}{where}: {problem}", "Correct the YAML there or just above") from None
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise _RefusedError(
+        raise RefusedError(
             f"config file {file}: {' '.join(str(error).split())}", "It has to be YAML in UTF-8"
         ) from None
     if not isinstance(content, dict):
         found = "is empty" if content is None else f"holds a {type(content).__name__}"
-        raise _RefusedError(
+        raise RefusedError(
             f"config file {file} {found}", "It needs the keys trainer:, model: and, for most models, data:"
         )
 
 
-def _explain(message: str, arguments: list[str]) -> _RefusedError:
+def _explain(message: str, arguments: list[str]) -> RefusedError:
     """Say what is wrong with the content of a config, and the next step."""
-    text = _condense(message)
-    return _RefusedError(f"{_sources(arguments)}: {text}", _hint(text, arguments[0]))
-
-
-def _condense(message: str) -> str:
-    """Make one line of what jsonargparse says, which lists every type that a value might have had."""
-    lines = [line.strip() for line in message.splitlines()]
-    noise = ["Does not validate against any", "Subtypes:", "Errors:", "Given value type:"]
-    tried = [line for line in lines if line.startswith("- ")]
-    if any(not line.startswith("- Expected a <class") for line in tried):
-        noise += ["- Expected a <class", "Given value:"]
-    text = " ".join(line.removeprefix("- ") for line in lines if line and not line.startswith(tuple(noise)))
-    text = re.sub(r'Parser key "([^"]+)"', r"\1", text)
-    return re.sub(r"(?:a )?<class '([\w.]+)'>", r"\1", text).rstrip(".")
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _refuses_an_option(error: BaseException) -> bool:
-    """Whether Lightning or this package rejected what it was given; faults of a user's class keep their traceback."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    raised_in = trace.tb_frame.f_globals.get("__name__", "") if trace is not None else ""
-    deliberate = (ValueError, TypeError, RuntimeError, ImportError, OSError, MisconfigurationException)
-    return isinstance(error, deliberate) and raised_in.startswith(("lightning_moe.", "lightning.", "jsonargparse."))
-
-
-def _hint(text: str, command: str) -> str:
-    if "arguments are required" in text and "model" in text:
-        return f"Give a config file: lightning-moe {command} --config FILE.yaml"
-    if re.search(r"option '(optimizer|lr_scheduler)\b", text):
-        return "Set it in model.init_args, so that it is built from the sharded parameters"
-    if missing := re.search(r"No module named '([^']+)'", text):
-        return f"Install {missing[1].split('.')[0]!r}, correct the name, or put its folder on PYTHONPATH"
-    if wrong := re.search(r"option '(?:trainer\.)?(\w+)", text):
-        known = [*inspect.signature(Trainer).parameters, "trainer", "model", "data", "seed_everything", "ckpt_path"]
-        close = difflib.get_close_matches(wrong[1], known, n=1)
-        meant = f"Did you mean {close[0]!r}? " if close else ""
-        return f"{meant}`lightning-moe {command} --help` lists the options"
-    if owner := re.search(r"^([\w.]+): .*class_path '([\w.]+)'.*not accepted", text):
-        return f"`lightning-moe {command} --{owner[1]}.help {owner[2]}` lists what is"
-    return f"`lightning-moe {command} --help` lists the options"
+    text = condense(message)
+    return RefusedError(f"{_sources(arguments)}: {text}", hint(text, arguments[0]))
 
 
 def _sources(arguments: list[str]) -> str:
@@ -408,11 +404,6 @@ def _shown(path: str | Path) -> str:
 def _say(text: str | Text) -> None:
     # soft_wrap: a command or a path that is broken over two lines cannot be copied
     Console().print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-@rank_zero_only
-def _complain(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def _help() -> str:
