@@ -67,14 +67,24 @@ def copy_from_rank_zero(model: nn.Module, device: torch.device) -> None:
         tensor.data.copy_(value)
 
 
+_CHUNK = 1 << 22
+_PRIME = 2_654_435_761
+
+
 @torch.no_grad()
 def _fingerprint(tensor: Tensor) -> Tensor:
-    """Two float64 numbers that differ for tensors with different values, or the same values in another order."""
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().reshape(-1)
-    flat = flat.double() if not flat.is_floating_point() else flat.nan_to_num(nan=1.5)
-    # Weights without a pattern that two orders of the same values could share.
-    weights = torch.arange(1, flat.numel() + 1, dtype=torch.float32, device=flat.device).sin_()
-    return torch.stack([flat.sum(dtype=torch.float64), (flat * weights).sum(dtype=torch.float64)])
+    """Two int64 numbers that differ for tensors with other bits, or the same bits in another order.
+
+    Sums of integers, wrapped around, do not depend on the number of threads that add them up; sums of floats do.
+    """
+    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().contiguous().reshape(-1)
+    bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
+    result = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), _CHUNK):
+        values = bits[start : start + _CHUNK].long()
+        positions = torch.arange(start + 1, start + 1 + values.numel(), device=tensor.device)
+        result += torch.stack([values.sum(), (values * (positions * _PRIME % (1 << 31))).sum()])
+    return result
 
 
 def _check_same_structure(named: Iterable[tuple[str, Tensor]]) -> None:
