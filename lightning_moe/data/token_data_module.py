@@ -70,13 +70,7 @@ class TokenDataModule(LightningDataModule, ABC):
     def train_dataloader(self) -> DataLoader:
         dataset = self._loaded()[0]
         layout = self._layout()
-        if len(dataset) < self.batch_size * layout["num_replicas"]:
-            raise ValueError(
-                f"batch_size={self.batch_size} on {layout['num_replicas']} ranks takes "
-                f"{self.batch_size * layout['num_replicas']} windows a step, and the training data has {len(dataset)} "
-                f"windows of sequence_length={self.sequence_length}. Lower batch_size or sequence_length, or give more "
-                "data"
-            )
+        self._check_step(dataset, layout, "the training data has", "Give more data")
         if self._overfits():
             return self._plain_loader(dataset)
         sampler = ResumableSampler(dataset, seed=self.seed, **layout)
@@ -88,13 +82,7 @@ class TokenDataModule(LightningDataModule, ABC):
         if dataset is None:
             return []
         layout = self._layout()
-        if len(dataset) < self.batch_size * layout["num_replicas"]:
-            raise ValueError(
-                f"{self.val_option} leaves {len(dataset)} windows of sequence_length={self.sequence_length} to "
-                f"validate on, and batch_size={self.batch_size} on {layout['num_replicas']} ranks takes "
-                f"{self.batch_size * layout['num_replicas']} windows a step. Hold out more text, or lower "
-                "batch_size or sequence_length"
-            )
+        self._check_step(dataset, layout, f"{self.val_option} leaves", "Hold out more text")
         if self._overfits():
             return self._plain_loader(dataset)
         sampler = ResumableSampler(dataset, shuffle=False, **layout)
@@ -128,6 +116,16 @@ class TokenDataModule(LightningDataModule, ABC):
         if self._datasets is None:
             raise RuntimeError(f"{type(self).__name__} has no data yet: call setup('fit') first; a Trainer does")
         return self._datasets
+
+    def _check_step(self, dataset: PackedTokens, layout: dict[str, Any], source: str, advice: str) -> None:
+        """Check that there is a batch for every rank."""
+        needed = self.batch_size * layout["num_replicas"]
+        if len(dataset) < needed:
+            raise ValueError(
+                f"{source} {len(dataset)} windows of sequence_length={self.sequence_length}, and batch_size="
+                f"{self.batch_size} on {layout['num_replicas']} ranks takes {needed} windows a step. {advice}, or lower"
+                " batch_size or sequence_length"
+            )
 
     def _layout(self) -> dict[str, Any]:
         """How many ranks read different data and which of them this is, as the strategy has it."""
