@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +29,6 @@ from lightning_moe.experts import check_backend, find_experts
 from lightning_moe.loaders import check_lengths, gather_int
 from lightning_moe.mesh import (
     Layout,
-    Meshes,
     build_dense_mesh,
     build_meshes,
     check_expert_parallel_size,
@@ -227,7 +227,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         if not experts:
             _warn_no_experts(module)
         self.precision_plugin.convert_module(module)
-        meshes: Meshes = build_meshes(self._device_mesh, size, self._timeout)
+        meshes = partial(build_meshes, self._device_mesh, size, self._timeout)
         sharded = shard_module(module, experts, meshes, policy, options, self.root_device)
         rank_zero_info(f"moe_ep: {sharded.layout}; {len(experts)} experts modules, dispatcher {dispatcher.name!r}")
         for note in (*sharded.notes, *self._notes(sharded.layout, {found.num_experts for found in experts})):
@@ -285,7 +285,8 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         **kwargs: Any,
     ) -> Any:
         assert self.lightning_module is not None
-        if not self.lightning_module.automatic_optimization and not self._backward_was_here:
+        alone = self.world_size == 1  # the sum is the mean then
+        if not (alone or self._backward_was_here or self.lightning_module.automatic_optimization):
             parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
             if any(parameter.grad is not None for parameter in parameters):
                 raise RuntimeError(
@@ -362,12 +363,12 @@ class ExpertParallelStrategy(ModelParallelStrategy):
     ) -> None:
         """Save under a temporary name and rename when every rank has finished, so that a checkpoint is whole."""
         path = Path(self.broadcast(filepath))
-        partial = path.with_name(f"{path.name}.partial")
+        unfinished = path.with_name(f"{path.name}.partial")
         with self._failing_together(f"saving {path}"):
-            super().save_checkpoint(checkpoint, partial, storage_options)
+            super().save_checkpoint(checkpoint, unfinished, storage_options)
         with self._failing_together(f"saving {path}"):
             if self.global_rank == 0:
-                _replace(partial, path)
+                _replace(unfinished, path)
 
     @contextmanager
     def _failing_together(self, what: str) -> Generator[None, None, None]:

@@ -79,14 +79,18 @@ def test_names_that_do_not_exist_and_dispatchers_that_are_not_usable() -> None:
 # Precision
 
 
-@pytest.mark.parametrize("precision", ["16-true", "64-true", "transformer-engine"])
+@pytest.mark.parametrize("precision", ["16-true", "64-true"])
 def test_unsupported_precision_with_the_name(precision: str) -> None:
-    if precision == "transformer-engine":
-        with pytest.raises((ValueError, ModuleNotFoundError)):
-            tiny.trainer("moe_ep", precision=precision)
-        return
     with pytest.raises(ValueError, match=rf"'{precision}'.*'32-true', 'bf16-true', 'bf16-mixed'"):
         tiny.trainer("moe_ep", precision=precision)
+
+
+def test_plugins_of_another_kind() -> None:
+    class Other(pl.plugins.Precision):
+        precision = "transformer-engine"  # type: ignore[assignment]
+
+    with pytest.raises(ValueError, match=r"'transformer-engine' \(Other\) is not supported.*'32-true', 'bf16-true'"):
+        tiny.trainer("moe_ep", plugins=[Other()])
 
 
 def test_fp16_mixed() -> None:

@@ -1,6 +1,6 @@
 """Shard a LightningModule: experts over the expert-parallel ranks, everything by FSDP2, block by block."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_moe.dispatch import Dispatcher
-from lightning_moe.experts import ExpertsSpec, FoundExperts, choose_backend
+from lightning_moe.experts import ExpertsBackend, ExpertsSpec, FoundExperts, choose_backend
 from lightning_moe.mesh import Layout, Meshes
 from lightning_moe.parallel.initialize import copy_from_rank_zero, materialize, shared_random_state
 from lightning_moe.parallel.policy import DtypePolicy
@@ -69,19 +69,19 @@ def already_sharded(module: nn.Module) -> Sharded | None:
 def shard_module(
     module: nn.Module,
     experts: Sequence[FoundExperts],
-    meshes: Meshes,
+    build_meshes: Callable[[], Meshes],
     policy: DtypePolicy,
     options: ShardingOptions,
     device: torch.device,
 ) -> Sharded:
     """Shard a LightningModule in place. Collective.
 
-    Every check that can fail is made before the first tensor is moved.
+    What can be wrong with the module or the options is found before the first collective.
 
     Args:
         module: The LightningModule, on any device or on the meta device, the same on every rank.
         experts: Its experts modules.
-        meshes: The two views of the ranks.
+        build_meshes: Makes the two views of the ranks; collective.
         policy: The dtypes.
         options: The strategy's options.
         device: The device of this rank.
@@ -98,7 +98,12 @@ def shard_module(
     check_no_hidden_experts(module, experts, options.block_classes)
     roots = find_roots(module)
     blocks = find_blocks(module, experts, options.block_classes)
-    routed, notes = _route(module, experts, meshes, policy, options, device)
+    backends, notes = _choose_backends(experts, policy, options, device)
+    meshes = build_meshes()
+    routed = [
+        _route(found, backend, dtype, meshes, options)
+        for found, (backend, dtype) in zip(experts, backends, strict=True)
+    ]
 
     copy_from_rank_zero(module, device)
     sharder = _Sharder(module, experts, meshes, policy, options, device)
@@ -123,35 +128,37 @@ def shard_module(
     return sharded
 
 
-def _route(
-    module: nn.Module,
-    experts: Sequence[FoundExperts],
-    meshes: Meshes,
-    policy: DtypePolicy,
-    options: ShardingOptions,
-    device: torch.device,
-) -> tuple[list[RoutedExperts], list[str]]:
-    """Choose backend and dispatcher of each experts module and set the dispatchers up."""
+def _choose_backends(
+    experts: Sequence[FoundExperts], policy: DtypePolicy, options: ShardingOptions, device: torch.device
+) -> tuple[list[tuple[ExpertsBackend | None, torch.dtype]], list[str]]:
+    """Choose what computes each experts module and in which dtype, with what ``"auto"`` fell back to."""
     chosen, notes = [], []
     for found in experts:
-        stored = next(found.module.parameters()).dtype
-        dtype = policy.param_dtype or stored
+        dtype = policy.param_dtype or next(found.module.parameters()).dtype
         backend, reason = choose_backend(options.experts_backend, found.spec, found.module, dtype, device)
-        chosen.append((found, backend, dtype))
+        chosen.append((backend, dtype))
         if reason:
             notes.append(f"experts_backend='auto' takes 'loop' for {found.name}: {reason}")
-    routed = []
-    for found, backend, dtype in chosen:
-        dispatcher = options.dispatcher.for_layer()
-        dispatcher.setup(
-            meshes.expert_group,
-            num_experts=found.num_experts,
-            hidden_size=found.spec.hidden_size(found.module),
-            dtype=dtype,
-            alignment=1 if backend is None else backend.alignment,
-        )
-        routed.append(RoutedExperts(found.module, found.spec, dispatcher, backend))
-    return routed, notes
+    return chosen, notes
+
+
+def _route(
+    found: FoundExperts,
+    backend: ExpertsBackend | None,
+    dtype: torch.dtype,
+    meshes: Meshes,
+    options: ShardingOptions,
+) -> RoutedExperts:
+    """Set up the dispatcher of one experts module. Collective."""
+    dispatcher = options.dispatcher.for_layer()
+    dispatcher.setup(
+        meshes.expert_group,
+        num_experts=found.num_experts,
+        hidden_size=found.spec.hidden_size(found.module),
+        dtype=dtype,
+        alignment=1 if backend is None else backend.alignment,
+    )
+    return RoutedExperts(found.module, found.spec, dispatcher, backend)
 
 
 class _Sharder:
