@@ -93,24 +93,39 @@ def resolve_expert_parallel_size(
         The number of ranks that share the experts of one layer; 1 for a model without experts.
 
     Raises:
-        ValueError: If the size does not divide the ranks of one replica, or an expert count.
+        ValueError: If the size does not divide the ranks of one replica, or is larger than an expert count.
     """
     check_expert_parallel_size(size, shard_size)
     if not num_experts:
         return 1
     if size == "auto":
         return math.gcd(ranks_per_node, shard_size, *num_experts.values())
-    common = math.gcd(shard_size, *num_experts.values())
+    smallest = min(num_experts.values())
     for name, count in num_experts.items():
-        if count % size:
-            problem = (
-                "is larger than the number of experts" if size > count else "does not divide the number of experts"
-            )
+        if size > count:
+            allowed = [divisor for divisor in _divisors(shard_size) if divisor <= smallest]
             raise ValueError(
-                f"expert_parallel_size={size} {problem} of {name!r}, which is {count}; every rank must hold the same"
-                f" number. Allowed with {shard_size} ranks a replica are {_listed(_divisors(common))}, or 'auto'"
+                f"expert_parallel_size={size} is larger than the number of experts of {name!r}, which is {count}."
+                f" Allowed with {shard_size} ranks a replica are {_listed(allowed)}, or 'auto'"
             )
     return size
+
+
+def experts_per_rank(num_experts: int, ranks: int) -> list[int]:
+    """How many experts each expert-parallel rank holds, in blocks of consecutive experts.
+
+    The blocks are those of ``torch.chunk`` and of a DTensor's ``Shard(0)``: ``ceil(E / ranks)`` experts on each rank
+    until none are left. The fullest rank, which a layer waits for, holds no more than with any other division.
+
+    Args:
+        num_experts: Experts of the whole module, ``E``.
+        ranks: Expert-parallel ranks; need not divide ``E``.
+
+    Returns:
+        One number a rank; they sum to ``E``.
+    """
+    block = -(-num_experts // ranks)
+    return [max(0, min(block, num_experts - rank * block)) for rank in range(ranks)]
 
 
 @dataclass(frozen=True)
@@ -136,6 +151,11 @@ class Meshes:
     def experts_fsdp(self) -> DeviceMesh:
         """What ``fully_shard`` takes for experts: 1-D, or 2-D where there are replicas."""
         return self.experts[REPLICATE, EXPERT_SHARD] if self.layout.replicate > 1 else self.experts[EXPERT_SHARD]
+
+    @property
+    def experts_whole(self) -> DeviceMesh:
+        """The mesh of a sharded expert weight: :attr:`experts_fsdp` and :attr:`expert`."""
+        return self.experts if self.layout.replicate > 1 else self.experts[EXPERT_SHARD, EXPERT]
 
     @property
     def expert(self) -> DeviceMesh:

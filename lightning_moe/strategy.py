@@ -35,7 +35,7 @@ from lightning_moe.mesh import (
     check_replicate_size,
     resolve_expert_parallel_size,
 )
-from lightning_moe.parallel import Sharded, ShardingOptions, already_sharded, shard_module
+from lightning_moe.parallel import Sharded, ShardingOptions, already_sharded, experts_placement, shard_module
 from lightning_moe.precision import MoEPrecision
 
 
@@ -209,8 +209,8 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         options = ShardingOptions(dispatcher, self.experts_backend, self.reshard_after_forward, self.block_classes)
         policy = self.precision_plugin.dtype_policy
         before = already_sharded(module)
+        layout = Layout(self.world_size, self.replicate_size, size)
         if before is not None:
-            layout = Layout(self.world_size, self.replicate_size, size)
             if (before.layout, before.policy) != (layout, policy) or not before.options.same_as(options):
                 raise ValueError(
                     f"{type(module).__name__} is sharded already as {before.layout} with {before.policy} and"
@@ -224,6 +224,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
                 f"save_distributed_checkpoint=False cannot gather the experts of {apart[0]!r}, which are modules that"
                 f" exist on one of {size} ranks each; set save_distributed_checkpoint=True or expert_parallel_size=1"
             )
+        for found in experts:
+            for parameter in found.module.parameters(recurse=False):
+                experts_placement(parameter, layout)
         if not experts:
             _warn_no_experts(module)
         self.precision_plugin.convert_module(module)

@@ -31,10 +31,11 @@ def test_auto_size(experts: dict[str, int], shard: int, per_node: int, expected:
 
 def test_given_size() -> None:
     assert resolve_expert_parallel_size(4, {"a": 8}, 8, 2) == 4
+    assert resolve_expert_parallel_size(4, {"a": 8, "b": 6}, 8, 8) == 4
     with pytest.raises(
-        ValueError, match="expert_parallel_size=4 does not divide the number of experts of 'b', which is 6"
+        ValueError, match=r"expert_parallel_size=4 is larger than .* of 'b', which is 3. Allowed .* 1, 2"
     ):
-        resolve_expert_parallel_size(4, {"a": 8, "b": 6}, 8, 8)
+        resolve_expert_parallel_size(4, {"a": 8, "b": 3}, 8, 8)
     with pytest.raises(ValueError, match="expert_parallel_size=True must be 'auto' or a divisor"):
         resolve_expert_parallel_size(True, {"a": 8}, 8, 8)
 

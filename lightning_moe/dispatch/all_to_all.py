@@ -1,6 +1,7 @@
 """The reference dispatcher: ``torch.distributed`` all-to-all, on gloo and on NCCL."""
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ def _expert_major_order(counts: Tensor, num_rows: int) -> Tensor | None:
         ``[R]`` int64, or ``None`` where the order is the same.
     """
     num_ranks, num_local = counts.shape
-    if num_ranks == 1 or num_local == 1:
+    if num_ranks == 1 or num_local <= 1:
         return None
     # The rows form num_ranks * num_local runs. Run (r, e) starts at its exclusive prefix sum; listing the starts by
     # expert and counting up inside each run gives the positions without a sort.
@@ -130,12 +131,14 @@ class AllToAllDispatcher(Dispatcher):
             raise RuntimeError("dispatcher='all_to_all' was set up without a process group; 'local' needs none")
         num_ranks, num_local = self.group.size(), self.num_local_experts
         sent = count_experts(top_k_index, self.num_experts)[1:]
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
+        received = sent.new_empty(num_ranks * num_local)
+        dist.all_to_all_single(received, sent, [num_local] * num_ranks, list(self.experts_per_rank), group=self.group)
         sorted_choices = sort_choices(top_k_index)
         # The one host synchronisation of the layer brings both halves.
-        sent_host, received_host = torch.stack((sent, received)).view(2, num_ranks, num_local).tolist()
-        send, receive = [sum(row) for row in sent_host], [sum(row) for row in received_host]
+        on_host = iter(torch.cat((sent, received)).tolist())
+        send = [sum(islice(on_host, experts)) for experts in self.experts_per_rank]
+        received_host = [list(islice(on_host, num_local)) for _ in range(num_ranks)]
+        receive = [sum(row) for row in received_host]
         routing = make_routing(top_k_index, sorted_choices, sent, sum(send))
         received = received.view(num_ranks, num_local)
         exchange = _Exchange(routing, self.group, send, receive, _expert_major_order(received, sum(receive)))

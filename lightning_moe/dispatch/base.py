@@ -2,12 +2,15 @@
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from lightning_moe.mesh import experts_per_rank
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,7 @@ class DispatcherCaps:
 
     Attributes:
         uneven_tokens: Ranks may bring different numbers of tokens to one call.
+        uneven_experts: Ranks may hold different numbers of experts.
         host_sync: A call waits for the device once, to learn how many rows it receives.
         expert_major: Rows arrive sorted by local expert without a further permutation.
         deterministic: The same input gives the same bits.
@@ -26,6 +30,7 @@ class DispatcherCaps:
     """
 
     uneven_tokens: bool = True
+    uneven_experts: bool = True
     host_sync: bool = True
     expert_major: bool = False
     deterministic: bool = True
@@ -62,6 +67,12 @@ class Dispatcher(ABC):
 
     One object serves one experts module; :meth:`for_layer` makes it from the object that the strategy holds. Buffers
     that layers share belong in an attribute that the shallow copy carries along.
+
+    Attributes:
+        group: The expert-parallel ranks, ``None`` for one rank alone.
+        num_experts: Experts of the whole module.
+        experts_per_rank: Experts that each rank of the group holds.
+        num_local_experts: Experts that this rank holds; may be 0.
     """
 
     name: str = ""
@@ -69,6 +80,7 @@ class Dispatcher(ABC):
 
     group: ProcessGroup | None = None
     num_experts: int = 0
+    experts_per_rank: Sequence[int] = ()
     num_local_experts: int = 0
 
     def for_layer(self) -> Self:
@@ -90,7 +102,7 @@ class Dispatcher(ABC):
 
         Args:
             group: The expert-parallel ranks, in the order in which they hold the experts; ``None`` for one rank alone.
-            num_experts: Experts of the whole module; rank ``r`` of ``n`` holds ``[r * E / n, (r + 1) * E / n)``.
+            num_experts: Experts of the whole module, divided over the ranks by :func:`experts_per_rank`.
             hidden_size: Width ``H`` of a row.
             dtype: Dtype in which the experts compute, hence that of the rows.
             top_k: Experts a token, where it is known before the first call.
@@ -101,9 +113,10 @@ class Dispatcher(ABC):
             ValueError: If the dispatcher cannot serve this module on this group.
         """
         size = 1 if group is None else group.size()
-        if num_experts % size:
+        if num_experts % size and not self.caps.uneven_experts:
             raise ValueError(
-                f"{num_experts} experts cannot be spread evenly over {size} ranks; choose an expert_parallel_size that"
+                f"dispatcher={self.name!r} needs as many experts on each rank, but {num_experts} experts cannot be"
+                f" spread evenly over {size} ranks; set dispatcher='all_to_all', or an expert_parallel_size that"
                 f" divides {num_experts}"
             )
         if size < self.caps.min_ranks or (self.caps.max_ranks is not None and size > self.caps.max_ranks):
@@ -119,7 +132,8 @@ class Dispatcher(ABC):
             raise ValueError(f"dispatcher={self.name!r} does not pad rows; got alignment={alignment}, allowed is 1")
         self.group = group
         self.num_experts = num_experts
-        self.num_local_experts = num_experts // size
+        self.experts_per_rank = experts_per_rank(num_experts, size)
+        self.num_local_experts = self.experts_per_rank[0 if group is None else group.rank()]
 
     @abstractmethod
     def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Dispatched:

@@ -75,7 +75,8 @@ class GroupedExperts(nn.Module):
         backend, _ = choose_backend("auto", spec, self, weight.dtype, weight.device)
         dispatcher = LocalDispatcher()
         dispatcher.setup(None, num_experts=weight.shape[0], hidden_size=weight.shape[1], dtype=weight.dtype)
-        return RoutedExperts(self, spec, dispatcher, backend)(hidden_states, top_k_index, top_k_weights)
+        routed = RoutedExperts(self, spec, dispatcher, backend, weight.dtype)
+        return routed(hidden_states, top_k_index, top_k_weights)
 
 
 def _activate(experts: GroupedExperts, rows: Tensor) -> Tensor:

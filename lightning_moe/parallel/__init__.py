@@ -1,6 +1,13 @@
 """How a module is sharded: expert shards, FSDP2, initialisation, gradient norm."""
 
-from lightning_moe.parallel.apply import Sharded, ShardingOptions, already_sharded, reshard, shard_module
+from lightning_moe.parallel.apply import (
+    Sharded,
+    ShardingOptions,
+    already_sharded,
+    experts_placement,
+    reshard,
+    shard_module,
+)
 from lightning_moe.parallel.gradients import clip_gradients_by_norm, clip_gradients_by_value, gradient_norm
 from lightning_moe.parallel.policy import DtypePolicy
 from lightning_moe.parallel.routed import RoutedExperts
@@ -13,6 +20,7 @@ __all__ = [
     "already_sharded",
     "clip_gradients_by_norm",
     "clip_gradients_by_value",
+    "experts_placement",
     "gradient_norm",
     "reshard",
     "shard_module",

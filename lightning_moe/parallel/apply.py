@@ -2,15 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_moe.dispatch import Dispatcher
 from lightning_moe.experts import ExpertsBackend, ExpertsSpec, FoundExperts, choose_backend
-from lightning_moe.mesh import Layout, Meshes
+from lightning_moe.mesh import Layout, Meshes, experts_per_rank
 from lightning_moe.parallel.initialize import copy_from_rank_zero, materialize, shared_random_state
 from lightning_moe.parallel.policy import DtypePolicy
 from lightning_moe.parallel.routed import RoutedExperts
@@ -158,7 +159,7 @@ def _route(
         dtype=dtype,
         alignment=1 if backend is None else backend.alignment,
     )
-    return RoutedExperts(found.module, found.spec, dispatcher, backend)
+    return RoutedExperts(found.module, found.spec, dispatcher, backend, dtype, found.name)
 
 
 class _Sharder:
@@ -181,6 +182,7 @@ class _Sharder:
         self.reshard_after_forward = options.reshard_after_forward
         self.device = device
         self.done: set[int] = set()
+        self.without_experts: set[nn.Parameter] = set()  # of a rank that no expert is left for
 
     def shard(self, unit: nn.Module, policy: MixedPrecisionPolicy) -> None:
         """Shard one unit: first the experts and routers inside, each as a unit of its own, then the rest."""
@@ -208,16 +210,50 @@ class _Sharder:
             if name != spec.modules and next(child.parameters(), None) is not None:
                 self._fully_shard(child, self.policy.inner(), self.reshard_after_forward)
         keep_local_experts(module, spec, self.meshes)
+        self.done.add(id(module))
+        if self._place_empty(module):
+            return
         fully_shard(
             module,
             mesh=self.meshes.experts_fsdp,
             mp_policy=self.policy.experts(),
             reshard_after_forward=self.reshard_after_forward,
+            shard_placement_fn=partial(experts_placement, layout=self.meshes.layout),
         )
-        self.done.add(id(module))
+
+    def _place_empty(self, module: nn.Module) -> bool:
+        """Place the parameters of a rank that no expert is left for as FSDP2 does on the others.
+
+        FSDP2 cannot gather nothing. All ranks that would gather with this one are without experts alike.
+        """
+        own = list(module.named_parameters(recurse=False))
+        if not own or any(local_numel(parameter) for _, parameter in own):
+            return False
+        for name, parameter in own:
+            placement = experts_placement(parameter, self.meshes.layout)
+            local = parameter.detach().to_local()  # type: ignore[attr-defined]
+            shard = local.chunk(self.meshes.layout.expert_shard, placement.dim)[0].clone()
+            placed = DTensor.from_local(
+                shard,
+                self.meshes.experts_whole,
+                [Replicate()] * (self.meshes.layout.replicate > 1) + [placement, Shard(0)],
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            empty = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+            setattr(module, name, empty)
+            self.without_experts.add(empty)
+        return True
 
     def _fully_shard(self, module: nn.Module, policy: MixedPrecisionPolicy, reshard_after_forward: bool) -> None:
-        fully_shard(module, mesh=self.meshes.dense_fsdp, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        fully_shard(
+            module,
+            mesh=self.meshes.dense_fsdp,
+            mp_policy=policy,
+            reshard_after_forward=reshard_after_forward,
+            ignored_params=self.without_experts,
+        )
         self.done.add(id(module))
 
 
@@ -234,13 +270,13 @@ def keep_local_experts(module: nn.Module, spec: ExpertsSpec, meshes: Meshes) -> 
     if size == 1:
         return
     if spec.modules is not None:
-        count = spec.num_experts(module) // size
-        spec.keep_modules(module, meshes.expert_rank * count, count)
+        held = experts_per_rank(spec.num_experts(module), size)
+        spec.keep_modules(module, sum(held[: meshes.expert_rank]), held[meshes.expert_rank])
         return
     for name, parameter in list(module.named_parameters(recurse=False)):
-        num_local = parameter.shape[0] // size
+        held = experts_per_rank(parameter.shape[0], size)
         # A copy, so that the storage of all experts is freed.
-        local: Tensor = parameter.detach().narrow(0, meshes.expert_rank * num_local, num_local).clone()
+        local: Tensor = parameter.detach().narrow(0, sum(held[: meshes.expert_rank]), held[meshes.expert_rank]).clone()
         sharded = DTensor.from_local(
             local,
             meshes.expert,
@@ -250,6 +286,35 @@ def keep_local_experts(module: nn.Module, spec: ExpertsSpec, meshes: Meshes) -> 
             stride=parameter.detach().contiguous().stride(),
         )
         setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+
+
+def experts_placement(parameter: nn.Parameter, layout: Layout) -> Shard:
+    """Choose the dimension over which FSDP2 shards a parameter ``[E, ...]`` of stacked experts.
+
+    Whole experts where each rank gets as many. Else a dimension inside the expert: with fewer experts than ranks most
+    ranks would hold padding, and blocks of experts of different size cannot be cut a second time.
+
+    Raises:
+        ValueError: If the expert counts of the ranks differ and no dimension can be divided.
+    """
+    ranks = layout.expert_shard
+    if ranks == 1 or parameter.shape[0] % (layout.expert * ranks) == 0:
+        return Shard(0)
+    for dim in range(1, parameter.ndim):
+        if parameter.shape[dim] % ranks == 0:
+            return Shard(dim)
+    if parameter.shape[0] % layout.expert == 0:
+        return Shard(0)
+    raise ValueError(
+        f"expert_parallel_size={layout.expert} does not divide {parameter.shape[0]} experts, and a weight of shape"
+        f" {list(parameter.shape)} cannot be divided over the {ranks} ranks that hold the same experts; set"
+        f" expert_parallel_size to a divisor of {parameter.shape[0]} or to {layout.shard}"
+    )
+
+
+def local_numel(tensor: Tensor) -> int:
+    """Number of elements that this rank holds."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel()
 
 
 def reshard(module: nn.Module) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_moe.dispatch import Dispatcher
-from lightning_moe.experts import ExpertsBackend, ExpertsSpec
+from lightning_moe.experts import ExpertsBackend, ExpertsSpec, local_weight
 
 
 class RoutedExperts:
@@ -15,15 +15,25 @@ class RoutedExperts:
         spec: What describes it.
         dispatcher: Set up for this module.
         backend: What computes it; ``None`` where ``spec.compute`` or ``spec.modules`` does.
+        dtype: Dtype in which it computes, the same on every rank, also on one that holds no expert.
+        name: Qualified name of the module in its model, for messages.
     """
 
     def __init__(
-        self, module: nn.Module, spec: ExpertsSpec, dispatcher: Dispatcher, backend: ExpertsBackend | None
+        self,
+        module: nn.Module,
+        spec: ExpertsSpec,
+        dispatcher: Dispatcher,
+        backend: ExpertsBackend | None,
+        dtype: torch.dtype,
+        name: str = "",
     ) -> None:
         self.module = module
         self.spec = spec
         self.dispatcher = dispatcher
         self.backend = backend
+        self.dtype = dtype
+        self.name = name or type(module).__name__
         self.hidden_size = spec.hidden_size(module)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -50,8 +60,7 @@ class RoutedExperts:
                 f"{type(self.module).__name__} got hidden_states of width {hidden_states.shape[-1]}, but its weight"
                 f" {self.spec.up!r} takes {self.hidden_size}; is transposed={self.spec.transposed} right in its spec?"
             )
-        dtype = next(self.module.parameters()).dtype
-        hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1]).to(dtype)
+        hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1]).to(self.dtype)
         index_TK = top_k_index.reshape(-1, top_k_index.shape[-1]).long()
         weights_TK = top_k_weights.reshape(index_TK.shape)
 
@@ -67,6 +76,10 @@ class RoutedExperts:
     def _compute(self, rows: Tensor, tokens_per_expert: Tensor, tokens_per_expert_host: list[int] | None) -> Tensor:
         # The experts choose their own dtype: autocast knows nothing of grouped products.
         with torch.autocast(rows.device.type, enabled=False):
+            if self.dispatcher.num_local_experts == 0:
+                # More ranks than blocks of experts. The empty weights stay in the graph, as others without rows do.
+                own = [local_weight(self.module, name) for name, _ in self.module.named_parameters(recurse=False)]
+                return rows + sum(weight.sum() for weight in own)
             if self.spec.modules is not None:
                 counts = tokens_per_expert.tolist() if tokens_per_expert_host is None else tokens_per_expert_host
                 return self.spec.run_modules(self.module, rows, counts)
