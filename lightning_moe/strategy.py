@@ -36,6 +36,8 @@ from lightning_moe.mesh import (
     resolve_expert_parallel_size,
 )
 from lightning_moe.parallel import Sharded, ShardingOptions, already_sharded, experts_placement, shard_module
+from lightning_moe.parallel.recompute import CHECKPOINTING, ActivationCheckpointing
+from lightning_moe.parallel.watch import Watch
 from lightning_moe.precision import MoEPrecision
 
 
@@ -56,6 +58,10 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             backward pass: less memory, more communication. With ``False`` every forward must have its backward before
             the parameters are changed or read; a step of the optimizer sees to that itself.
         block_classes: Class names of the modules that are sharded as one unit each, ``None`` to find them.
+        activation_checkpointing: ``"none"``; ``"full"``: each block keeps its input and the choice of experts, and
+            computes the rest again in the backward pass; ``"selective"``: it also keeps the results of attention and
+            of the communication between expert-parallel ranks. Recomputation routes exactly as the forward did.
+        compile: ``torch.compile`` each block; the exchange of tokens and the experts stay outside of the graphs.
         save_distributed_checkpoint: Every rank writes its shards into a folder; else rank 0 writes one file.
         process_group_backend: Backend of ``torch.distributed``, ``None`` for the device's own.
         timeout: How long a collective waits for a rank.
@@ -73,6 +79,8 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         experts_backend: str = "auto",
         reshard_after_forward: bool = True,
         block_classes: Sequence[str] | None = None,
+        activation_checkpointing: ActivationCheckpointing = "none",
+        compile: bool = False,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -88,6 +96,11 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             raise ValueError(
                 f"expert_parallel_size={expert_parallel_size!r} must be 'auto' or a positive number of ranks"
             )
+        if activation_checkpointing not in CHECKPOINTING:
+            raise ValueError(
+                f"activation_checkpointing={activation_checkpointing!r} is not known; allowed are"
+                f" {', '.join(map(repr, CHECKPOINTING))}"
+            )
         check_dispatcher(dispatcher)
         check_backend(experts_backend)
         self.expert_parallel_size = expert_parallel_size
@@ -96,9 +109,12 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self.experts_backend = experts_backend
         self.reshard_after_forward = reshard_after_forward
         self.block_classes = block_classes
+        self.activation_checkpointing: ActivationCheckpointing = activation_checkpointing
+        self.compile = compile
         self._sharded: Sharded | None = None
         self._predict_left: list[tuple[int, int]] = []  # of each dataloader: own batches, and those of others beyond
         self._backward_was_here = False
+        self._watch = Watch()
 
     # What Lightning hands over
 
@@ -186,6 +202,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self._sharded = self._shard(self.lightning_module)
         self.model = self.lightning_module
         self.model_to_device()
+        for experts in self._sharded.experts:
+            experts.watch = self._watch
+        self._watch.start(self.lightning_module, self._timeout)
         self.barrier()
 
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -206,7 +225,14 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             self.num_processes,
         )
         dispatcher = build_dispatcher(self.dispatcher, size)
-        options = ShardingOptions(dispatcher, self.experts_backend, self.reshard_after_forward, self.block_classes)
+        options = ShardingOptions(
+            dispatcher,
+            self.experts_backend,
+            self.reshard_after_forward,
+            self.block_classes,
+            self.activation_checkpointing,
+            self.compile,
+        )
         policy = self.precision_plugin.dtype_policy
         before = already_sharded(module)
         layout = Layout(self.world_size, self.replicate_size, size)

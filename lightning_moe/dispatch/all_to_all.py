@@ -5,12 +5,12 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from lightning_moe.dispatch.base import Dispatched, Dispatcher, DispatcherCaps
+from lightning_moe.dispatch.collectives import all_to_all_rows
 from lightning_moe.dispatch.permute import (
     Routing,
     count_experts,
@@ -41,20 +41,14 @@ class _Exchange:
     to_expert_major: Tensor | None
 
 
-def _all_to_all(rows: Tensor, receive: list[int], send: list[int], group: ProcessGroup) -> Tensor:
-    received = rows.new_empty((sum(receive), *rows.shape[1:]))
-    dist.all_to_all_single(received, rows.contiguous(), receive, send, group=group)
-    return received
-
-
 class _SendRows(torch.autograd.Function):
     """Rows and their weights to the experts. One node, so that both collectives keep one order on every rank."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, exchange: _Exchange) -> tuple[Tensor, Tensor]:
         ctx.exchange = exchange
-        rows = _all_to_all(rows, exchange.receive, exchange.send, exchange.group)
-        weights = _all_to_all(weights, exchange.receive, exchange.send, exchange.group)
+        rows = all_to_all_rows(rows, exchange.receive, exchange.send, exchange.group)
+        weights = all_to_all_rows(weights, exchange.receive, exchange.send, exchange.group)
         if exchange.to_expert_major is not None:
             rows, weights = rows[exchange.to_expert_major], weights[exchange.to_expert_major]
         return rows, weights
@@ -64,8 +58,8 @@ class _SendRows(torch.autograd.Function):
         # Gradients that autograd does not have arrive as zeros, so no rank ever skips these two collectives.
         exchange: _Exchange = ctx.exchange
         grad_rows, grad_weights = _to_source_order(grad_rows, exchange), _to_source_order(grad_weights, exchange)
-        grad_rows = _all_to_all(grad_rows, exchange.send, exchange.receive, exchange.group)
-        grad_weights = _all_to_all(grad_weights, exchange.send, exchange.receive, exchange.group)
+        grad_rows = all_to_all_rows(grad_rows, exchange.send, exchange.receive, exchange.group)
+        grad_weights = all_to_all_rows(grad_weights, exchange.send, exchange.receive, exchange.group)
         return grad_rows, grad_weights, None
 
 
@@ -75,12 +69,12 @@ class _ReturnRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
         ctx.exchange = exchange
-        return _all_to_all(_to_source_order(rows, exchange), exchange.send, exchange.receive, exchange.group)
+        return all_to_all_rows(_to_source_order(rows, exchange), exchange.send, exchange.receive, exchange.group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         exchange: _Exchange = ctx.exchange
-        grad = _all_to_all(grad, exchange.receive, exchange.send, exchange.group)
+        grad = all_to_all_rows(grad, exchange.receive, exchange.send, exchange.group)
         return grad if exchange.to_expert_major is None else grad[exchange.to_expert_major], None
 
 
@@ -131,8 +125,7 @@ class AllToAllDispatcher(Dispatcher):
             raise RuntimeError("dispatcher='all_to_all' was set up without a process group; 'local' needs none")
         num_ranks, num_local = self.group.size(), self.num_local_experts
         sent = count_experts(top_k_index, self.num_experts)[1:]
-        received = sent.new_empty(num_ranks * num_local)
-        dist.all_to_all_single(received, sent, [num_local] * num_ranks, list(self.experts_per_rank), group=self.group)
+        received = all_to_all_rows(sent, [num_local] * num_ranks, list(self.experts_per_rank), self.group)
         sorted_choices = sort_choices(top_k_index)
         # The one host synchronisation of the layer brings both halves.
         on_host = iter(torch.cat((sent, received)).tolist())
@@ -152,6 +145,7 @@ class AllToAllDispatcher(Dispatcher):
             row_weights=row_weights,
             tokens_per_expert=received.sum(dim=0),
             tokens_per_expert_host=[sum(column) for column in zip(*received_host, strict=True)],
+            choices_per_expert=sent,
             state=exchange,
         )
 

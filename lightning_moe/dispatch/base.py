@@ -49,6 +49,7 @@ class Dispatched:
         row_weights: ``[R]`` float32 routing weights, differentiable; 0 on padding rows.
         tokens_per_expert: ``[E_local]`` int64 on the device of ``rows``; sums to ``R``, alignment padding included.
         tokens_per_expert_host: The same numbers as a list where the dispatcher knows them on the host anyway.
+        choices_per_expert: ``[E]`` int64 choices of this rank's own tokens for each expert of the whole module.
         state: What :meth:`Dispatcher.combine` needs to bring the rows back; opaque to everyone else.
     """
 
@@ -56,6 +57,7 @@ class Dispatched:
     row_weights: Tensor
     tokens_per_expert: Tensor
     tokens_per_expert_host: list[int] | None
+    choices_per_expert: Tensor
     state: Any
 
 

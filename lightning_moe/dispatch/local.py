@@ -27,6 +27,7 @@ class LocalDispatcher(Dispatcher):
             row_weights=top_k_weights.reshape(-1).float().index_select(0, routing.order),
             tokens_per_expert=routing.tokens_per_expert,
             tokens_per_expert_host=tokens_per_expert_host,
+            choices_per_expert=routing.tokens_per_expert,
             state=routing,
         )
 

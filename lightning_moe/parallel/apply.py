@@ -12,8 +12,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from lightning_moe.dispatch import Dispatcher
 from lightning_moe.experts import ExpertsBackend, ExpertsSpec, FoundExperts, choose_backend
 from lightning_moe.mesh import Layout, Meshes, experts_per_rank
+from lightning_moe.parallel.compile import check_compile, compile_block
 from lightning_moe.parallel.initialize import copy_from_rank_zero, materialize, shared_random_state
 from lightning_moe.parallel.policy import DtypePolicy
+from lightning_moe.parallel.recompute import (
+    ActivationCheckpointing,
+    check_activation_checkpointing,
+    checkpoint_block,
+)
 from lightning_moe.parallel.routed import RoutedExperts
 from lightning_moe.parallel.structure import check_no_hidden_experts, find_blocks, find_roots, find_routers
 
@@ -49,12 +55,16 @@ class ShardingOptions:
         experts_backend: Name of the backend.
         reshard_after_forward: Free the gathered weights of a block after its forward and gather them again in backward.
         block_classes: Class names of the blocks, ``None`` to find them.
+        activation_checkpointing: What the blocks compute again in the backward pass.
+        compile: Compile the forward of each block.
     """
 
     dispatcher: Dispatcher = field(repr=False)
     experts_backend: str
     reshard_after_forward: bool
     block_classes: Sequence[str] | None
+    activation_checkpointing: ActivationCheckpointing = "none"
+    compile: bool = False
 
     def same_as(self, other: "ShardingOptions") -> bool:
         """Whether a module that is sharded with other options needs no change."""
@@ -99,8 +109,12 @@ def shard_module(
     check_no_hidden_experts(module, experts, options.block_classes)
     roots = find_roots(module)
     blocks = find_blocks(module, experts, options.block_classes)
+    check_activation_checkpointing(options.activation_checkpointing, module, [block for _, block in blocks])
+    check_compile(options.compile, options.activation_checkpointing, device)
     backends, notes = _choose_backends(experts, policy, options, device)
     meshes = build_meshes()
+    for found in experts:
+        found.spec.check_ranks(found.name, found.num_experts, meshes.layout.expert)
     routed = [
         _route(found, backend, dtype, meshes, options)
         for found, (backend, dtype) in zip(experts, backends, strict=True)
@@ -123,7 +137,11 @@ def shard_module(
             submodule.set_gradient_divide_factor(1.0)
             submodule.set_force_sum_reduction_for_comms(True)
     for found, forward in zip(experts, routed, strict=True):
-        found.spec.install(found.module, forward)
+        found.spec.install(found.module, torch.compiler.disable(forward.__call__) if options.compile else forward)
+    for _, block in blocks:
+        if options.compile:
+            compile_block(block)
+        checkpoint_block(block, options.activation_checkpointing, keep_routing=not options.compile)
     sharded = Sharded(meshes.layout, policy, options, tuple(routed), tuple(notes))
     object.__setattr__(module, _SHARDED, sharded)
     return sharded
@@ -207,7 +225,7 @@ class _Sharder:
         # What an experts module has inside it (a norm of the results) is shared by all experts, hence dense.
         spec = self.experts[id(module)].spec
         for name, child in module.named_children():
-            if name != spec.modules and next(child.parameters(), None) is not None:
+            if not spec.holds_experts(name) and next(child.parameters(), None) is not None:
                 self._fully_shard(child, self.policy.inner(), self.reshard_after_forward)
         keep_local_experts(module, spec, self.meshes)
         self.done.add(id(module))
@@ -273,7 +291,7 @@ def keep_local_experts(module: nn.Module, spec: ExpertsSpec, meshes: Meshes) -> 
         held = experts_per_rank(spec.num_experts(module), size)
         spec.keep_modules(module, sum(held[: meshes.expert_rank]), held[meshes.expert_rank])
         return
-    for name, parameter in list(module.named_parameters(recurse=False)):
+    for name, parameter in spec.parameters(module).items():
         held = experts_per_rank(parameter.shape[0], size)
         # A copy, so that the storage of all experts is freed.
         local: Tensor = parameter.detach().narrow(0, sum(held[: meshes.expert_rank]), held[meshes.expert_rank]).clone()
@@ -285,7 +303,8 @@ def keep_local_experts(module: nn.Module, spec: ExpertsSpec, meshes: Meshes) -> 
             shape=parameter.shape,
             stride=parameter.detach().contiguous().stride(),
         )
-        setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+        owner, _, own = name.rpartition(".")
+        setattr(module.get_submodule(owner), own, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
 
 
 def experts_placement(parameter: nn.Parameter, layout: Layout) -> Shard:

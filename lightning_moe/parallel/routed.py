@@ -5,6 +5,8 @@ from torch import Tensor, nn
 
 from lightning_moe.dispatch import Dispatcher
 from lightning_moe.experts import ExpertsBackend, ExpertsSpec, local_weight
+from lightning_moe.parallel.recompute import in_recompute
+from lightning_moe.parallel.watch import Watch
 
 
 class RoutedExperts:
@@ -17,6 +19,11 @@ class RoutedExperts:
         backend: What computes it; ``None`` where ``spec.compute`` or ``spec.modules`` does.
         dtype: Dtype in which it computes, the same on every rank, also on one that holds no expert.
         name: Qualified name of the module in its model, for messages.
+
+    Attributes:
+        watch: Where it marks that this rank is in it.
+        load: ``[E]`` int64 choices of this rank's tokens for each expert of the whole module, summed over the training
+            forwards; ``None`` before the first. Recomputed forwards and evaluation do not count.
     """
 
     def __init__(
@@ -35,6 +42,10 @@ class RoutedExperts:
         self.dtype = dtype
         self.name = name or type(module).__name__
         self.hidden_size = spec.hidden_size(module)
+        self.load: Tensor | None = None
+        self.watch = Watch()
+        self._in_forward, self._after_forward = f"forward of {self.name}", f"after the forward of {self.name}"
+        self._in_backward = f"backward of {self.name}"
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute the experts of a batch of tokens.
@@ -64,14 +75,24 @@ class RoutedExperts:
         index_TK = top_k_index.reshape(-1, top_k_index.shape[-1]).long()
         weights_TK = top_k_weights.reshape(index_TK.shape)
 
+        self.watch.place = self._in_forward
         dispatched = self.dispatcher.dispatch(hidden_TH, index_TK, weights_TK)
+        if self.module.training and not in_recompute():
+            seen = dispatched.choices_per_expert
+            self.load = seen.clone() if self.load is None else self.load.add_(seen)
         rows_RH = self._compute(dispatched.rows, dispatched.tokens_per_expert, dispatched.tokens_per_expert_host)
         # The weight takes the dtype of the rows: a float32 one would promote the whole [R, H] buffer.
         rows_RH = rows_RH * dispatched.row_weights.to(rows_RH.dtype).unsqueeze(-1)
         out_TH = self.dispatcher.combine(rows_RH, dispatched.state)
+        self.watch.place = self._after_forward
+        if out_TH.requires_grad and not torch.compiler.is_compiling():
+            out_TH.register_hook(self._mark_backward)
         out_TH = out_TH.to(hidden_states.dtype)
         # FSDP2 hooks into what a module returns and loses track of a view that is changed in place.
         return out_TH if hidden_states.ndim == 2 else out_TH.view(hidden_states.shape).clone()
+
+    def _mark_backward(self, _: Tensor) -> None:
+        self.watch.place = self._in_backward
 
     def _compute(self, rows: Tensor, tokens_per_expert: Tensor, tokens_per_expert_host: list[int] | None) -> Tensor:
         # The experts choose their own dtype: autocast knows nothing of grouped products.

@@ -1,0 +1,204 @@
+"""Activation checkpointing of the blocks: their activations are computed again in the backward pass.
+
+A token that the recomputation routed to another expert than the forward did would get the wrong gradient, or make ranks
+wait for rows that nobody sends. So the choice of experts is always kept, whatever else is computed again.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+from typing_extensions import override
+
+from lightning_moe.optional import loaded
+
+ActivationCheckpointing = Literal["none", "full", "selective"]
+CHECKPOINTING: tuple[str, ...] = get_args(ActivationCheckpointing)
+
+# What "selective" keeps: attention and what crosses ranks, whose results cost little memory for their time. Not the
+# results of linear layers: models change those in place, which a kept tensor does not survive.
+_KEPT = ("lightning_moe::all_to_all_rows", "aten::_scaled_dot_product_")
+
+# Around the forward, and around its recomputation.
+_Pair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def check_activation_checkpointing(mode: str, model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Check the strategy's ``activation_checkpointing`` against a model.
+
+    Raises:
+        ValueError: If the model checkpoints its blocks itself, or has no blocks.
+    """
+    if mode == "none":
+        return
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise ValueError(
+                f"activation_checkpointing={mode!r}, but {name or type(model).__name__!r} checkpoints its blocks"
+                " itself; leave out either the option or the call of gradient_checkpointing_enable()"
+            )
+    if not list(blocks):
+        raise ValueError(
+            f"activation_checkpointing={mode!r} found no repeated blocks in {type(model).__name__}; name their class in"
+            " block_classes, or set activation_checkpointing='none'"
+        )
+
+
+def checkpoint_block(block: nn.Module, mode: ActivationCheckpointing, *, keep_routing: bool = True) -> None:
+    """Let a block compute its activations again in the backward pass. Its parameters keep their names.
+
+    Args:
+        block: A module that is called with tensors; the random state of its forward is restored.
+        mode: ``"full"`` keeps the inputs of the block and the choice of experts; ``"selective"`` also keeps the results
+            of attention and of the communication between expert-parallel ranks.
+        keep_routing: Keep the choice of experts. A compiled block cannot, and does the same twice by itself.
+    """
+    if mode == "none":
+        return
+    full: Callable[[], _Pair] = _keep_routing if keep_routing else _keep_nothing
+    contexts = full if mode == "full" else _keep_costly
+    forward = block.forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not (block.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        args = tuple(_without_cache(value) for value in args)
+        kwargs = {name: _without_cache(value) for name, value in kwargs.items()}
+        if kwargs.get("use_cache"):
+            kwargs["use_cache"] = False
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    block.forward = recomputed
+
+
+def _without_cache(value: Any) -> Any:
+    """Leave out a cache of keys and values, which training has no use for: recomputation would fill it twice."""
+    transformers = loaded("transformers")
+    return None if transformers is not None and isinstance(value, transformers.Cache) else value
+
+
+def in_recompute() -> bool:
+    """Whether this forward is a recomputation: it runs inside a backward pass, whoever checkpoints."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _keep_nothing() -> _Pair:
+    return nullcontext(), nullcontext()
+
+
+def _keep_costly() -> _Pair:
+    kept: list[_Kept] = []
+    forward, again = _keep_routing()
+    return _both(_Costly(kept, replay=False), forward), _both(_Costly(kept, replay=True), again)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
+
+
+def _keep_routing() -> _Pair:
+    kept: list[Tensor] = []
+    return _TopK(kept, replay=False), _TopK(kept, replay=True)
+
+
+class _Kept(NamedTuple):
+    """A result in parts, and how often each tensor had been changed in place when it was kept."""
+
+    leaves: list[Any]
+    versions: list[int]
+    structure: TreeSpec
+
+
+class _Costly(TorchDispatchMode):
+    """Keeps the results of the operators in ``_KEPT``, and repeats them in the recomputation.
+
+    PyTorch's own selective checkpointing wants every operator of both passes to be the same, but FSDP2 gathers
+    weights in one that it still has in the other.
+    """
+
+    def __init__(self, kept: list[_Kept], *, replay: bool) -> None:
+        super().__init__()
+        self.kept = kept
+        self.replay = replay
+        self.position = 0
+
+    @override
+    def __enter__(self) -> Any:
+        self.position = 0
+        return super().__enter__()
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not func.name().startswith(_KEPT) or "backward" in func.name():
+            return func(*args, **kwargs)
+        if not self.replay:
+            result = func(*args, **kwargs)
+            # Detached here, below autograd: the kept tensors hold no graph.
+            leaves, structure = tree_flatten(result)
+            leaves = _detached(leaves)
+            self.kept.append(_Kept(leaves, _versions(leaves), structure))
+            return result
+        kept = self.kept[self.position]
+        self.position += 1
+        if _versions(kept.leaves) != kept.versions:
+            raise RuntimeError(
+                f"activation_checkpointing='selective' keeps the result of {func.name()}, but the model changed it in"
+                " place; set activation_checkpointing='full'"
+            )
+        return tree_unflatten(_detached(kept.leaves), kept.structure)
+
+
+def _detached(leaves: list[Any]) -> list[Any]:
+    # Below autograd a detached tensor shares the version counter only with this key.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+
+def _versions(leaves: list[Any]) -> list[int]:
+    return [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+class _TopK(TorchFunctionMode):
+    """Keeps the indices of each ``topk`` of a forward, and repeats them in its recomputation.
+
+    Watching functions costs a fraction of watching every operator of a block, as selective checkpointing does.
+    """
+
+    def __init__(self, kept: list[Tensor], *, replay: bool) -> None:
+        super().__init__()
+        self.kept = kept
+        self.replay = replay
+        self.position = 0
+
+    @override
+    def __enter__(self) -> Any:
+        self.position = 0
+        return super().__enter__()
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (torch.topk, Tensor.topk):
+            return func(*args, **kwargs)
+        return self._topk(*args, **kwargs)
+
+    def _topk(
+        self, scores: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, **kwargs: Any
+    ) -> Any:
+        if self.replay:
+            index = self.kept[self.position]
+            self.position += 1
+        else:
+            index = torch.topk(scores.detach(), k, dim, largest, sorted).indices
+            self.kept.append(index)
+        # Both passes take the values in the same way, so that they keep the same tensors for the backward.
+        return torch.return_types.topk((scores.gather(dim, index), index))
