@@ -74,6 +74,10 @@ class RoutedExperts:
         hidden_TH = hidden_states.reshape(-1, hidden_states.shape[-1]).to(self.dtype)
         index_TK = top_k_index.reshape(-1, top_k_index.shape[-1]).long()
         weights_TK = top_k_weights.reshape(index_TK.shape)
+        if self.spec.modules is not None and not (hidden_TH.requires_grad or weights_TK.requires_grad):
+            # Experts that are modules can be frozen one by one, so that ranks differ in what needs a gradient. With this
+            # all of them exchange gradients, or none.
+            hidden_TH = hidden_TH.detach().requires_grad_(torch.is_grad_enabled())
 
         self.watch.place = self._in_forward
         dispatched = self.dispatcher.dispatch(hidden_TH, index_TK, weights_TK)
