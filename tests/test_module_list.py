@@ -96,6 +96,8 @@ def test_same_as_one_process(world: int, expert: int, replicate: int) -> None:
         merged.append(result)
         held = [sum(".mlps." in name for name in rank[run]["weights"]) for rank in ranks]
         assert held == [(4 + 8) // expert * 6] * world, "each rank holds its own experts only"
+        # Their weights are on no mesh that knows of other experts, as those of layers with plain local tensors.
+        assert all(rank[run]["norms"] == ranks[0][run]["norms"] for rank in ranks), "one number"
     assert_same(merged, reference)
 
 

@@ -16,7 +16,10 @@ from tests.harness import run_ranks
 
 TOLERANCE = 1e-5
 # (processes, expert_parallel_size, replicate_size)
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 1, 1), (4, 2, 1), (4, 4, 1), (4, 1, 2), (4, 2, 2)]
+LAYOUTS = [
+    *[(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 1, 2), (4, 1, 1), (4, 2, 1), (4, 4, 1), (4, 1, 2), (4, 2, 2)],
+    *(pytest.param(*layout, marks=pytest.mark.slow) for layout in [(8, 8, 1), (8, 2, 1), (8, 4, 2)]),
+]
 
 
 def train(strategy_options: dict[str, Any] | None, options: dict[str, Any]) -> list[dict[str, Any]]:
