@@ -34,6 +34,15 @@ def test_same_as_one_process_on_every_layout() -> None:
 
 
 @pytest.mark.gpu(1)
+@pytest.mark.parametrize("options", [{"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}])
+def test_recompute_is_exact(options: dict[str, Any]) -> None:
+    world = max(size for size in (1, 2, 4, 8) if size <= torch.cuda.device_count())
+    reference = run_ranks(train, 1, None, CUDA)[0]
+    ours = run_ranks(train, world, {"expert_parallel_size": world, **options}, CUDA, timeout=300)[0]
+    assert_same(ours, reference, tolerance=1e-4)
+
+
+@pytest.mark.gpu(1)
 def test_bf16_mixed_with_grouped_mm() -> None:
     world = max(size for size in (1, 2, 4, 8) if size <= torch.cuda.device_count())
     reference = run_ranks(train, 1, None, CUDA)[0]
