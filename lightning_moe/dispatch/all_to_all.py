@@ -1,16 +1,17 @@
 """The reference dispatcher: ``torch.distributed`` all-to-all, on gloo and on NCCL."""
 
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from lightning_moe.dispatch.base import Dispatched, Dispatcher, DispatcherCaps
 from lightning_moe.dispatch.collectives import all_to_all_rows
+from lightning_moe.dispatch.once_per_rank import RowsOfRanks, find_visits, send_once
 from lightning_moe.dispatch.permute import (
     Routing,
     count_experts,
@@ -19,6 +20,9 @@ from lightning_moe.dispatch.permute import (
     sort_choices,
     tokens_to_rows,
 )
+
+# What travels with a row: the float32 weight of its choice, or for a row of several choices an int32 expert with each.
+_BYTES_A_WEIGHT, _BYTES_A_CHOICE = 4, 8
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,10 @@ class _Exchange:
     send: list[int]
     receive: list[int]
     to_expert_major: Tensor | None
+
+    def combine(self, expert_rows: Tensor) -> Tensor:
+        """Send every row back, and add up the choices of each token."""
+        return rows_to_tokens(_ReturnRows.apply(expert_rows, self), self.routing)
 
 
 class _SendRows(torch.autograd.Function):
@@ -111,44 +119,96 @@ def _expert_major_order(counts: Tensor, num_rows: int) -> Tensor | None:
 
 
 class AllToAllDispatcher(Dispatcher):
-    """Sends one row per (token, expert) with ``all_to_all_single``: no padding, nothing dropped.
+    """Exchanges rows with ``all_to_all_single``: no padding, nothing dropped.
 
     A layer costs one exchange of counts and one wait for the host in the forward pass, and none in the backward pass.
+
+    Args:
+        deduplicate: Send a token once to each rank that holds one of its experts, rather than once for each of them;
+            ``"auto"`` does what moves fewer bytes under uniform routing.
+
+    Raises:
+        ValueError: If ``deduplicate`` is something else.
     """
 
     name = "all_to_all"
     caps = DispatcherCaps()
 
+    def __init__(self, deduplicate: bool | Literal["auto"] = "auto") -> None:
+        if deduplicate not in (True, False, "auto"):
+            raise ValueError(f"deduplicate={deduplicate!r} is not known; allowed are True, False and 'auto'")
+        self.deduplicate = deduplicate
+
     @override
     def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Dispatched:
         if self.group is None:
             raise RuntimeError("dispatcher='all_to_all' was set up without a process group; 'local' needs none")
-        num_ranks, num_local = self.group.size(), self.num_local_experts
+        once = self._once_per_rank(hidden_states, top_k_index.shape[1])
+        num_ranks, block = self.group.size(), max(self.experts_per_rank)
         sent = count_experts(top_k_index, self.num_experts)[1:]
-        received = all_to_all_rows(sent, [num_local] * num_ranks, list(self.experts_per_rank), self.group)
-        sorted_choices = sort_choices(top_k_index)
-        # The one host synchronisation of the layer brings both halves.
-        on_host = iter(torch.cat((sent, received)).tolist())
-        send = [sum(islice(on_host, experts)) for experts in self.experts_per_rank]
-        received_host = [list(islice(on_host, num_local)) for _ in range(num_ranks)]
-        receive = [sum(row) for row in received_host]
-        routing = make_routing(top_k_index, sorted_choices, sent, sum(send))
-        received = received.view(num_ranks, num_local)
-        exchange = _Exchange(routing, self.group, send, receive, _expert_major_order(received, sum(receive)))
-        rows, row_weights = _SendRows.apply(
-            tokens_to_rows(hidden_states, routing),
-            top_k_weights.reshape(-1).float().index_select(0, routing.order),
-            exchange,
-        )
+        sent_NE = F.pad(sent, (0, num_ranks * block - self.num_experts)).view(num_ranks, block)
+        visits = find_visits(top_k_index, block, num_ranks) if once else None
+        rows_N = sent_NE.sum(1) if visits is None else visits.goes.sum(0)
+        # To each rank: the rows for each of its experts, and the rows that will come.
+        each = [1] * num_ranks
+        received = all_to_all_rows(torch.cat((sent_NE, rows_N.unsqueeze(1)), dim=1), each, each, self.group)
+        sorted_choices = None if once else sort_choices(top_k_index)
+        # The one host synchronisation of the layer.
+        on_host: list[int] = torch.cat((rows_N, received.reshape(-1))).tolist()
+        send, table = on_host[:num_ranks], on_host[num_ranks:]
+        by_source = [table[start : start + block + 1] for start in range(0, len(table), block + 1)]
+        receive = [counts[-1] for counts in by_source]
+        received_NE = received[:, : self.num_local_experts]
+        per_expert, per_expert_host = received_NE.sum(0), [sum(c) for c in zip(*by_source, strict=True)]
+        per_expert_host = per_expert_host[: self.num_local_experts]
+        weights = top_k_weights.float()
+        state: RowsOfRanks | _Exchange
+        if visits is not None:
+            rows, row_weights, state = send_once(
+                hidden_states,
+                top_k_index,
+                weights,
+                visits,
+                block,
+                (send, receive),
+                (per_expert, sum(per_expert_host)),
+                self.group,
+            )
+        else:
+            assert sorted_choices is not None
+            routing = make_routing(top_k_index, sorted_choices, sent, sum(send))
+            order = _expert_major_order(received_NE, sum(receive))
+            state = _Exchange(routing, self.group, send, receive, order)
+            row_weights = weights.reshape(-1).index_select(0, routing.order)
+            rows, row_weights = _SendRows.apply(tokens_to_rows(hidden_states, routing), row_weights, state)
+        self._count(send, hidden_states, top_k_index.shape[1] if once else 0)
         return Dispatched(
             rows=rows,
             row_weights=row_weights,
-            tokens_per_expert=received.sum(dim=0),
-            tokens_per_expert_host=[sum(column) for column in zip(*received_host, strict=True)],
+            tokens_per_expert=per_expert,
+            tokens_per_expert_host=per_expert_host,
             choices_per_expert=sent,
-            state=exchange,
+            state=state,
         )
 
     @override
     def combine(self, expert_rows: Tensor, state: Any) -> Tensor:
-        return rows_to_tokens(_ReturnRows.apply(expert_rows, state), state.routing)
+        return state.combine(expert_rows)
+
+    def _once_per_rank(self, hidden_states: Tensor, top_k: int) -> bool:
+        """Whether to send a token once to a rank. The same on every rank: it does not depend on the routing."""
+        if self.deduplicate != "auto":
+            return bool(self.deduplicate)
+        assert self.group is not None
+        ranks = self.group.size()
+        # Of K choices that fall on N ranks alike, one rank is missed by all with probability (1 - 1/N)^K.
+        visits = ranks * (1 - (1 - 1 / ranks) ** top_k)
+        row = hidden_states.shape[1] * hidden_states.element_size()
+        return visits * (row + _BYTES_A_CHOICE * top_k) < top_k * (row + _BYTES_A_WEIGHT)
+
+    def _count(self, send: list[int], hidden_states: Tensor, choices_with_row: int) -> None:
+        assert self.group is not None
+        rows = sum(send) - send[self.group.rank()]
+        row = hidden_states.shape[1] * hidden_states.element_size()
+        self.rows_sent += rows
+        self.bytes_sent += rows * (row + (_BYTES_A_CHOICE * choices_with_row or _BYTES_A_WEIGHT))

@@ -75,6 +75,8 @@ class Dispatcher(ABC):
         num_experts: Experts of the whole module.
         experts_per_rank: Experts that each rank of the group holds.
         num_local_experts: Experts that this rank holds; may be 0.
+        rows_sent: Rows that this object's forward dispatches have sent to other ranks; as many come back.
+        bytes_sent: The bytes of those rows and of what travels with them.
     """
 
     name: str = ""
@@ -84,6 +86,8 @@ class Dispatcher(ABC):
     num_experts: int = 0
     experts_per_rank: Sequence[int] = ()
     num_local_experts: int = 0
+    rows_sent: int = 0
+    bytes_sent: int = 0
 
     def for_layer(self) -> Self:
         """Return a dispatcher for one more experts module, sharing communication buffers with this one."""

@@ -1,5 +1,7 @@
 """The all-to-all of rows as an operator of its own, so that recompute can keep its result and tracing can see it."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -12,7 +14,7 @@ _LIBRARY.define("all_to_all_rows(Tensor rows, SymInt[] receive, SymInt[] send, s
 
 
 @torch.library.impl(_LIBRARY, "all_to_all_rows", "CompositeExplicitAutograd")
-def _exchange(rows: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
+def _exchange(rows: Tensor, receive: list[int], send: list[int], group: Any) -> Tensor:
     received = rows.new_empty((sum(receive), *rows.shape[1:]))
     dist.all_to_all_single(received, rows.contiguous(), receive, send, group=_resolve_process_group(group))
     return received

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_moe.dispatch import build_dispatcher, dispatcher_options
+from lightning_moe.dispatch.all_to_all import AllToAllDispatcher
 from lightning_moe.dispatch.base import Dispatcher
 from tests.harness import run_ranks
 
@@ -55,10 +56,17 @@ def tokens_of(rank: int, num_tokens: int) -> Tensor:
     return torch.randn(num_tokens, H, generator=torch.Generator().manual_seed(20 + rank))
 
 
+def build(name: str, world: int) -> Dispatcher:
+    """A dispatcher by its name; ``all_to_all`` sends a row a choice, ``once`` a row a rank."""
+    if name in ("all_to_all", "once"):
+        return AllToAllDispatcher(deduplicate=name == "once").for_layer()
+    return build_dispatcher(name, world).for_layer()
+
+
 def dispatched(name: str, case: str, dtype: torch.dtype) -> dict[str, Tensor]:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
-    dispatcher: Dispatcher = build_dispatcher(name, world).for_layer()
+    dispatcher = build(name, world)
     dispatcher.setup(dist.group.WORLD, num_experts=E, hidden_size=H, dtype=dtype)
     index, weights = routing(case, rank, world)
     hidden = tokens_of(rank, len(index)).to(dtype).requires_grad_()
@@ -98,7 +106,9 @@ def dense(case: str, world: int) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("name", "world"), [("local", 1), ("all_to_all", 1), ("all_to_all", 2), ("all_to_all", 4)])
+@pytest.mark.parametrize(
+    ("name", "world"), [("local", 1), *((name, world) for name in ("all_to_all", "once") for world in (1, 2, 4))]
+)
 def test_same_as_dense(name: str, world: int, case: str) -> None:
     expected = dense(case, world)
     for got, want in zip(run_ranks(dispatched_float32, world, name, case, timeout=60), expected, strict=True):
@@ -115,22 +125,23 @@ def dispatched_float32(name: str, case: str) -> dict[str, Tensor]:
     return result
 
 
-def dispatched_bfloat16() -> dict[str, Tensor]:
-    return dispatched("all_to_all", "random", torch.bfloat16)
+def dispatched_bfloat16(name: str) -> dict[str, Tensor]:
+    return dispatched(name, "random", torch.bfloat16)
 
 
-def test_bfloat16_rows_with_float32_weights() -> None:
-    for got, want in zip(run_ranks(dispatched_bfloat16, 2), dense("random", 2), strict=True):
+@pytest.mark.parametrize("name", ["all_to_all", "once"])
+def test_bfloat16_rows_with_float32_weights(name: str) -> None:
+    for got, want in zip(run_ranks(dispatched_bfloat16, 2, name), dense("random", 2), strict=True):
         assert got["hidden"].dtype == got["experts"].dtype == torch.bfloat16
         for key in want:
             torch.testing.assert_close(got[key].float(), want[key], rtol=5e-2, atol=0.2)
 
 
-def frozen_inputs() -> dict[str, Any]:
+def frozen_inputs(name: str) -> dict[str, Any]:
     """No gradient is wanted for the tokens, as with frozen embeddings, but the experts and the router train."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
-    dispatcher = build_dispatcher("all_to_all", world).for_layer()
+    dispatcher = build(name, world)
     dispatcher.setup(dist.group.WORLD, num_experts=E, hidden_size=H, dtype=torch.float32)
     index, weights = routing("random", rank, world)
     weights.requires_grad_()
@@ -144,10 +155,37 @@ def frozen_inputs() -> dict[str, Any]:
     return {"weights": weights.grad / 2, "experts": local.grad / 2}
 
 
-def test_tokens_that_need_no_gradient() -> None:
-    for got, want in zip(run_ranks(frozen_inputs, 2, timeout=60), dense("random", 2), strict=True):
+@pytest.mark.parametrize("name", ["all_to_all", "once"])
+def test_tokens_that_need_no_gradient(name: str) -> None:
+    for got, want in zip(run_ranks(frozen_inputs, 2, name, timeout=60), dense("random", 2), strict=True):
         for key in got:
             torch.testing.assert_close(got[key], want[key], rtol=1e-5, atol=1e-5)
+
+
+def traffic(deduplicate: Any, top_k: int, hidden: int) -> tuple[int, int]:
+    """Rows and bytes that one rank sends to the others, of 512 tokens with a random choice of experts."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo")
+    dispatcher = AllToAllDispatcher(deduplicate).for_layer()
+    dispatcher.setup(dist.group.WORLD, num_experts=32, hidden_size=hidden, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(rank)
+    index = torch.rand(512, 32, generator=generator).argsort(1)[:, :top_k]
+    dispatcher.dispatch(torch.randn(512, hidden), index, torch.ones(512, top_k))
+    expected = [(index // 8 == r).sum() if not deduplicate else (index // 8 == r).any(1).sum() for r in range(4)]
+    if deduplicate != "auto":
+        assert dispatcher.rows_sent == sum(int(count) for r, count in enumerate(expected) if r != rank)
+    return dispatcher.rows_sent, dispatcher.bytes_sent
+
+
+def test_a_token_for_several_experts_of_a_rank_travels_once() -> None:
+    each, once = (run_ranks(traffic, 4, deduplicate, 8, 64)[0] for deduplicate in (False, True))
+    assert once[0] < each[0] / 1.9
+    assert once[1] < each[1] / 1.5
+    assert run_ranks(traffic, 4, "auto", 8, 64)[0] == once
+    one = run_ranks(traffic, 4, False, 1, 64)[0]
+    assert run_ranks(traffic, 4, "auto", 1, 64)[0] == one, "with one choice there is nothing to save"
+    narrow = run_ranks(traffic, 4, False, 2, 2)[0]
+    assert run_ranks(traffic, 4, "auto", 2, 2)[0] == narrow, "the choices of a row would weigh more than the row"
 
 
 def test_setup_refuses_what_cannot_work() -> None:
