@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -17,7 +17,10 @@ from typing_extensions import override
 from lightning_moe.flops import CONVENTION, transformer_flops_per_token
 from lightning_moe.models.configuration import has_weights, network_config
 from lightning_moe.models.optimizer import AdamW, decay_groups
+from lightning_moe.models.router_terms import AuxLossLevel, RouterTerms
 from lightning_moe.models.schedule import Schedule, check_schedule, learning_rate_factor
+from lightning_moe.models.token_window import TokenWindow, scale_gradients
+from lightning_moe.nn.router_losses import ScoreFunction
 from lightning_moe.optional import require
 
 _log = logging.getLogger(__name__)
@@ -35,8 +38,16 @@ class CausalLM(LightningModule):
     follows, so the data is shifted already, and -100 marks positions that do not count. ``attention_mask`` and
     ``position_ids`` are passed on where they are present.
 
-    The loss is the mean over the valid tokens of all ranks, however they are spread. With gradient accumulation the
-    micro-batches weigh the same, as everywhere in Lightning. The load-balancing loss of Transformers is not added.
+    Gradients are those of the mean loss over all valid tokens of an optimizer step, however they are spread over ranks
+    and, with ``accumulate_grad_batches``, over micro-batches. ``on_after_backward`` of the last micro-batch completes
+    them; a subclass that overrides it calls ``super()``. ``train/loss`` is the mean over the tokens of one micro-batch.
+
+    The losses of routers below are added in training, never to ``val/loss``, for every network whose experts
+    ``strategy="moe_ep"`` finds; that of Transformers is not. Tokens with ``attention_mask`` 0 are left out of them, and
+    all others count, those without a label too (of a prompt, for example): they load the experts all the same. Each
+    sequence, for the batch-wise loss each micro-batch, weighs as many as it has valid labels, as in the main loss, so
+    that a coefficient means the same for any number of ranks and micro-batches. ``train/aux_loss`` and ``train/z_loss``
+    are logged over all ranks, without their coefficients.
 
     Args:
         config: Fields of the network's configuration, for example ``{hidden_size: 256, num_hidden_layers: 4}``.
@@ -49,10 +60,20 @@ class CausalLM(LightningModule):
         min_lr_ratio: The share of the learning rate at which the cosine ends.
         meta_device: Build the network without memory; ``ExpertParallelStrategy`` makes and initializes it block by
             block, so that the whole network never has to fit one device. Only for random weights.
+        aux_loss_coef: Coefficient of the load-balancing loss, 0 for none. The loss is 1 for a perfect balance and
+            ``num_experts / num_experts_per_tok`` for the worst, in the mean over layers.
+        aux_loss_level: What is balanced: ``"batch"``, the tokens of a micro-batch on all ranks together, as in Switch
+            Transformer (:func:`~lightning_moe.nn.batch_balance_loss`); or ``"sequence"``, those of each sequence, as in
+            DeepSeek-V3 (:func:`~lightning_moe.nn.sequence_balance_loss`), which does not depend on the number of
+            micro-batches either.
+        z_loss_coef: Coefficient of the router z-loss (:func:`~lightning_moe.nn.router_z_loss`), 0 for none.
+        router_score_function: What the network's routers turn logits into scores with, for the load-balancing loss:
+            ``"softmax"``, ``"sigmoid"``, ``"sqrtsoftplus"``, or ``"auto"`` to find out.
 
     Raises:
         ValueError: If an option has a value that is not allowed, or if the configuration class, the model type, a field
-            of the configuration or the folder does not exist.
+            of the configuration or the folder does not exist, or if router losses are asked for here and in the
+            configuration. When the network is built: if it has no routers that a loss can observe.
         ModuleNotFoundError: If Transformers is not installed.
     """
 
@@ -70,10 +91,16 @@ class CausalLM(LightningModule):
         schedule: Schedule = "cosine",
         min_lr_ratio: float = 0.1,
         meta_device: bool = False,
+        aux_loss_coef: float = 0.0,
+        aux_loss_level: AuxLossLevel = "batch",
+        z_loss_coef: float = 0.0,
+        router_score_function: ScoreFunction | Literal["auto"] = "auto",
     ) -> None:
         super().__init__()
         check_schedule(schedule, warmup_steps, min_lr_ratio)
+        self.router_terms = RouterTerms(aux_loss_coef, aux_loss_level, z_loss_coef, router_score_function)
         self.network_config = network_config(config, config_class, pretrained)
+        self.router_terms.check_config(self.network_config)
         if meta_device and pretrained is not None and has_weights(pretrained):
             raise ValueError(f"meta_device=True would lose the weights in pretrained={pretrained!r}; leave it out")
         # Not the optimizer: a checkpoint with a function in it cannot be read with weights_only=True.
@@ -84,6 +111,7 @@ class CausalLM(LightningModule):
         self.schedule: Schedule = schedule
         self.min_lr_ratio = min_lr_ratio
         self.meta_device = meta_device
+        self._window = TokenWindow()
         self._evaluated = torch.zeros(2)  # summed loss and valid tokens of the evaluation that is running
 
     @override
@@ -104,13 +132,14 @@ class CausalLM(LightningModule):
             return
         if self.pretrained is not None and has_weights(self.pretrained):
             self.model = self._load_network(self.pretrained)
-            return
-        transformers = require("transformers", "CausalLM")
-        with torch.device("meta") if self._build_on_meta() else nullcontext():
-            # The default dtype is the one that the Trainer's precision stores weights in, not that of config.json.
-            self.model = transformers.AutoModelForCausalLM.from_config(
-                self.network_config, dtype=torch.get_default_dtype()
-            )
+        else:
+            transformers = require("transformers", "CausalLM")
+            with torch.device("meta") if self._build_on_meta() else nullcontext():
+                # The default dtype is the one that the Trainer's precision stores weights in, not that of config.json.
+                self.model = transformers.AutoModelForCausalLM.from_config(
+                    self.network_config, dtype=torch.get_default_dtype()
+                )
+        self.router_terms.attach(self.model)
 
     def _build_on_meta(self) -> bool:
         if not self.meta_device or self._trainer is None:  # without a Trainer: load_from_checkpoint fills the weights
@@ -176,18 +205,40 @@ class CausalLM(LightningModule):
 
     @override
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
-        losses, valid = self._token_losses(batch)
-        local = losses.sum()
-        total, count = self._reduced(torch.stack([local.detach(), valid.sum().to(local.dtype)])).unbind()
-        count = count.clamp(min=1.0)
-        # Strategies average gradients over the W ranks. With S_r the summed loss of rank r and N the valid tokens of
-        # all ranks, (1/W) sum_r (S_r * W / N) = sum_r S_r / N: the mean over all tokens. A rank without a valid token
-        # has S_r = 0 and gradients of exactly zero, and takes part in every collective of the backward.
-        loss = local * (self.trainer.world_size / count)
-        self.log("train/loss", total / count, prog_bar=True)
+        with self.router_terms.observe() as routings:
+            losses, valid = self._token_losses(batch)
+        mask = batch.get("attention_mask")
+        terms = self.router_terms.terms(
+            routings, torch.ones_like(valid) if mask is None else mask, valid.sum(1), self._reduced
+        )
+        local, wide = losses.sum(), _wide_dtype(losses)
+        sums = torch.stack([x.detach().to(wide) for x in (local, valid.sum(), *(term.local for term in terms))])
+        total, tokens, *totals = self._reduced(sums).unbind()
+        if batch_idx % self.trainer.accumulate_grad_batches == 0:  # where Lightning sets the gradients to zero
+            self._window.reset()
+        # Strategies average gradients over the W ranks. With S_r the summed loss of rank r and d the divisor, which is
+        # the valid tokens of all ranks where a step has one micro-batch, (1/W) sum_r (S_r * W / d) = sum_r S_r / d is
+        # the mean over all tokens. A rank without a valid token has S_r = 0 and gradients of exactly zero, and takes
+        # part in every collective of the backward.
+        scale = self.trainer.world_size / self._window.add(tokens)
+        loss = torch.stack([local, *(term.token_sum(tokens) for term in terms)]).sum() * scale.to(local.dtype)
+        count = tokens.clamp(min=1.0)
+        self.log("train/loss", (total / count).float(), prog_bar=True)
+        for term, value in zip(terms, totals, strict=True):
+            self.log(f"train/{term.name}", term.mean(value, count).float())
         # A tensor on the CPU stays there; a number would be copied to the device, which waits for it.
         self.log("lr", torch.tensor(float(self.trainer.optimizers[0].param_groups[0]["lr"])))
         return loss
+
+    @override
+    def on_after_backward(self) -> None:
+        # Here, and not in on_before_optimizer_step, where callbacks see the gradients before this module is called.
+        accumulate = self.trainer.accumulate_grad_batches
+        if accumulate > 1 and not self.trainer.fit_loop._should_accumulate():
+            factor = self._window.factor(accumulate)
+            if factor != 1.0:
+                groups = (group for optimizer in self.trainer.optimizers for group in optimizer.param_groups)
+                scale_gradients((parameter for group in groups for parameter in group["params"]), factor)
 
     @override
     def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -232,8 +283,8 @@ class CausalLM(LightningModule):
 
     def _evaluate(self, batch: Mapping[str, Tensor]) -> None:
         losses, valid = self._token_losses(batch)
-        # In float32 the sums of a long validation would lose what single tokens add; MPS has no float64.
-        dtype = torch.float32 if losses.device.type == "mps" else torch.float64
+        # In float32 the sums of a long validation would lose what single tokens add.
+        dtype = _wide_dtype(losses)
         self._evaluated = self._evaluated.to(dtype) + torch.stack([losses.sum(dtype=dtype), valid.sum().to(dtype)])
 
     def _log_evaluation(self, stage: str) -> None:
@@ -260,6 +311,7 @@ class CausalLM(LightningModule):
 
     @override
     def on_train_start(self) -> None:
+        self._window.reset()  # of a run that ended within an accumulation
         if self.schedule == "cosine":
             self._total_steps()  # an unknown length is an error now, not after the warm-up
         # A checkpoint brings the learning rate of its own run's length: follow the present length from the first step.
@@ -278,3 +330,8 @@ class CausalLM(LightningModule):
                 " data of known length, or use schedule='constant'"
             )
         return int(total)
+
+
+def _wide_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype for sums over many tokens; MPS has no float64."""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64

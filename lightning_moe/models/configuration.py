@@ -147,7 +147,7 @@ def _check_fields(fields: dict[str, Any], cls: type, model_class: type) -> None:
         raise ValueError(
             "config.output_router_logits=True asks for the auxiliary loss of Transformers, which CausalLM does not add:"
             " it would be a mean over each rank's own tokens, so that its gradient depended on the number of ranks."
-            " Remove it"
+            " Remove it; CausalLM's own aux_loss_coef is over all ranks"
         )
     known = _known_fields(cls, model_class)
     unknown = [name for name in fields if name not in known]
