@@ -18,6 +18,7 @@ _PACKAGES = {
     "safetensors": ("safetensors", "hf"),
     "datasets": ("datasets", "hf"),
     "tokenizers": ("tokenizers", "hf"),
+    "peft": ("peft", "peft"),
     "tensorboard": ("tensorboard", "tensorboard"),
     "transformer_engine": ("transformer_engine.pytorch", "te"),
     "deep_ep": ("deep_ep", "deepep"),

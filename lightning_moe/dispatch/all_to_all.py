@@ -1,17 +1,17 @@
 """The reference dispatcher: ``torch.distributed`` all-to-all, on gloo and on NCCL."""
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from lightning_moe.dispatch.base import Dispatched, Dispatcher, DispatcherCaps
 from lightning_moe.dispatch.collectives import all_to_all_rows
-from lightning_moe.dispatch.once_per_rank import RowsOfRanks, find_visits, send_once
+from lightning_moe.dispatch.once_per_rank import OncePerRank
 from lightning_moe.dispatch.permute import (
     Routing,
     count_experts,
@@ -20,6 +20,7 @@ from lightning_moe.dispatch.permute import (
     sort_choices,
     tokens_to_rows,
 )
+from lightning_moe.dispatch.transport import dispatch_through
 
 # What travels with a row: the float32 weight of its choice, or for a row of several choices an int32 expert with each.
 _BYTES_A_WEIGHT, _BYTES_A_CHOICE = 4, 8
@@ -143,52 +144,37 @@ class AllToAllDispatcher(Dispatcher):
     def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Dispatched:
         if self.group is None:
             raise RuntimeError("dispatcher='all_to_all' was set up without a process group; 'local' needs none")
-        once = self._once_per_rank(hidden_states, top_k_index.shape[1])
-        num_ranks, block = self.group.size(), max(self.experts_per_rank)
+        if self._once_per_rank(hidden_states, top_k_index.shape[1]):
+            chosen = count_experts(top_k_index, self.num_experts)[1:]
+            transport = OncePerRank(self.group, self.num_experts)
+            dispatched = dispatch_through(transport, hidden_states, top_k_index, top_k_weights, chosen)
+            self._count(dispatched.state.handle.send, hidden_states, _BYTES_A_CHOICE * top_k_index.shape[1])
+            return dispatched
+        num_ranks, num_local = self.group.size(), self.num_local_experts
         sent = count_experts(top_k_index, self.num_experts)[1:]
-        sent_NE = F.pad(sent, (0, num_ranks * block - self.num_experts)).view(num_ranks, block)
-        visits = find_visits(top_k_index, block, num_ranks) if once else None
-        rows_N = sent_NE.sum(1) if visits is None else visits.goes.sum(0)
-        # To each rank: the rows for each of its experts, and the rows that will come.
-        each = [1] * num_ranks
-        received = all_to_all_rows(torch.cat((sent_NE, rows_N.unsqueeze(1)), dim=1), each, each, self.group)
-        sorted_choices = None if once else sort_choices(top_k_index)
-        # The one host synchronisation of the layer.
-        on_host: list[int] = torch.cat((rows_N, received.reshape(-1))).tolist()
-        send, table = on_host[:num_ranks], on_host[num_ranks:]
-        by_source = [table[start : start + block + 1] for start in range(0, len(table), block + 1)]
-        receive = [counts[-1] for counts in by_source]
-        received_NE = received[:, : self.num_local_experts]
-        per_expert, per_expert_host = received_NE.sum(0), [sum(c) for c in zip(*by_source, strict=True)]
-        per_expert_host = per_expert_host[: self.num_local_experts]
-        weights = top_k_weights.float()
-        state: RowsOfRanks | _Exchange
-        if visits is not None:
-            rows, row_weights, state = send_once(
-                hidden_states,
-                top_k_index,
-                weights,
-                visits,
-                block,
-                (send, receive),
-                (per_expert, sum(per_expert_host)),
-                self.group,
-            )
-        else:
-            assert sorted_choices is not None
-            routing = make_routing(top_k_index, sorted_choices, sent, sum(send))
-            order = _expert_major_order(received_NE, sum(receive))
-            state = _Exchange(routing, self.group, send, receive, order)
-            row_weights = weights.reshape(-1).index_select(0, routing.order)
-            rows, row_weights = _SendRows.apply(tokens_to_rows(hidden_states, routing), row_weights, state)
-        self._count(send, hidden_states, top_k_index.shape[1] if once else 0)
+        received = all_to_all_rows(sent, [num_local] * num_ranks, list(self.experts_per_rank), self.group)
+        sorted_choices = sort_choices(top_k_index)
+        # The one host synchronisation of the layer brings both halves.
+        on_host = iter(torch.cat((sent, received)).tolist())
+        send = [sum(islice(on_host, experts)) for experts in self.experts_per_rank]
+        received_host = [list(islice(on_host, num_local)) for _ in range(num_ranks)]
+        receive = [sum(row) for row in received_host]
+        routing = make_routing(top_k_index, sorted_choices, sent, sum(send))
+        received = received.view(num_ranks, num_local)
+        exchange = _Exchange(routing, self.group, send, receive, _expert_major_order(received, sum(receive)))
+        rows, row_weights = _SendRows.apply(
+            tokens_to_rows(hidden_states, routing),
+            top_k_weights.reshape(-1).float().index_select(0, routing.order),
+            exchange,
+        )
+        self._count(send, hidden_states, _BYTES_A_WEIGHT)
         return Dispatched(
             rows=rows,
             row_weights=row_weights,
-            tokens_per_expert=per_expert,
-            tokens_per_expert_host=per_expert_host,
+            tokens_per_expert=received.sum(dim=0),
+            tokens_per_expert_host=[sum(column) for column in zip(*received_host, strict=True)],
             choices_per_expert=sent,
-            state=state,
+            state=exchange,
         )
 
     @override
@@ -206,9 +192,8 @@ class AllToAllDispatcher(Dispatcher):
         row = hidden_states.shape[1] * hidden_states.element_size()
         return visits * (row + _BYTES_A_CHOICE * top_k) < top_k * (row + _BYTES_A_WEIGHT)
 
-    def _count(self, send: list[int], hidden_states: Tensor, choices_with_row: int) -> None:
+    def _count(self, send: list[int], hidden_states: Tensor, bytes_beside: int) -> None:
         assert self.group is not None
         rows = sum(send) - send[self.group.rank()]
-        row = hidden_states.shape[1] * hidden_states.element_size()
         self.rows_sent += rows
-        self.bytes_sent += rows * (row + (_BYTES_A_CHOICE * choices_with_row or _BYTES_A_WEIGHT))
+        self.bytes_sent += rows * (hidden_states.shape[1] * hidden_states.element_size() + bytes_beside)

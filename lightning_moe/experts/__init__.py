@@ -10,7 +10,7 @@ from lightning_moe.experts.backend import ExpertsBackend
 from lightning_moe.experts.grouped_mm import GroupedMMBackend
 from lightning_moe.experts.loop import LoopBackend
 from lightning_moe.experts.registry import FoundExperts, experts_spec, find_experts, register_experts
-from lightning_moe.experts.spec import ExpertsMLP, ExpertsSpec, local_weight
+from lightning_moe.experts.spec import ExpertsMLP, ExpertsSpec, local_weight, weight_shape
 
 __all__ = [
     "ExpertsBackend",
@@ -85,7 +85,7 @@ def choose_backend(
         return None, ""
     assert spec.up is not None
     assert spec.down is not None
-    shapes = (module.get_parameter(spec.up).shape, module.get_parameter(spec.down).shape)
+    shapes = (weight_shape(module, spec.up), weight_shape(module, spec.down))
     chosen = GroupedMMBackend() if backend == "auto" else BACKENDS.build(backend)
     reason = chosen.unsuitable(shapes, dtype, device)
     if not reason:

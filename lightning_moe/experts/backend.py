@@ -13,10 +13,12 @@ class ExpertsBackend(ABC):
 
     Attributes:
         alignment: The rows of each expert must be a multiple of this; the dispatcher pads.
+        low_rank: It adds ``up_low_rank`` and ``down_low_rank`` to the rows; otherwise they are in the weights already.
     """
 
     name: str = ""
     alignment: int = 1
+    low_rank: bool = False
 
     def unsuitable(self, mlp_shapes: tuple[torch.Size, ...], dtype: torch.dtype, device: torch.device) -> str:
         """Say why this backend cannot compute experts of these shapes.

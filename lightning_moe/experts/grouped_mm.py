@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from lightning_moe.experts.backend import ExpertsBackend
 from lightning_moe.experts.loop import LoopBackend
+from lightning_moe.experts.peft import LowRank
 from lightning_moe.experts.spec import ExpertsMLP
 
 # grouped_mm wants every row stride to be a multiple of this many bytes, on CPU too.
@@ -21,6 +22,7 @@ class GroupedMMBackend(ExpertsBackend):
     """``torch.nn.functional.grouped_mm``: all local experts in one call, on CPU and CUDA."""
 
     name = "grouped_mm"
+    low_rank = True
 
     @override
     def unsuitable(self, mlp_shapes: tuple[torch.Size, ...], dtype: torch.dtype, device: torch.device) -> str:
@@ -49,9 +51,20 @@ class GroupedMMBackend(ExpertsBackend):
             # Nothing to group. The reference keeps every weight in the graph without asking a kernel for no rows.
             return LoopBackend()(mlp, rows, tokens_per_expert, tokens_per_expert_host)
         offsets = tokens_per_expert.cumsum(0, dtype=torch.int32)
-        x = _add_bias(F.grouped_mm(rows, mlp.up, offs=offsets), mlp.up_bias, tokens_per_expert)
-        x = _add_bias(F.grouped_mm(mlp.activation(x), mlp.down, offs=offsets), mlp.down_bias, tokens_per_expert)
+        x = _add_bias(_product(rows, mlp.up, mlp.up_low_rank, offsets), mlp.up_bias, tokens_per_expert)
+        x = _product(mlp.activation(x), mlp.down, mlp.down_low_rank, offsets)
+        x = _add_bias(x, mlp.down_bias, tokens_per_expert)
         return x if mlp.post is None else mlp.post(x)
+
+
+def _product(rows: Tensor, weight: Tensor, added: LowRank | None, offsets: Tensor) -> Tensor:
+    out = F.grouped_mm(rows, weight, offs=offsets)
+    if added is None:
+        return out
+    # The rank is a width too: zeros make it a multiple.
+    padding = -added.first.shape[2] % (_STRIDE_BYTES // rows.dtype.itemsize)
+    first, second = F.pad(added.first, (0, padding)), F.pad(added.second, (0, 0, 0, padding))
+    return out + F.grouped_mm(F.grouped_mm(rows, first, offs=offsets), second, offs=offsets)
 
 
 class _AddBias(torch.autograd.Function):

@@ -5,6 +5,7 @@ Transformers decorates each experts class with ``use_experts_implementation``: t
 dispatched computation is one more entry of the interface. No model file is copied and no block is replaced.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_moe.experts.spec import ExpertsSpec
 from lightning_moe.optional import loaded, require
 
 IMPLEMENTATION = "lightning_moe"
+MINIMUM_VERSION = (5, 11)
 _FORWARD = "_lightning_moe_forward"
 # Compared by name: importing the class would import the library.
 _INTERFACE = ("transformers.integrations.moe", "ExpertsInterface")
@@ -26,13 +28,19 @@ def experts_spec(module: nn.Module) -> ExpertsSpec | None:
         ``None`` for every other module. Transformers is not imported for the answer: a model of its own has done that.
 
     Raises:
-        NotImplementedError: If the class lays its experts out in a way that is not supported.
+        RuntimeError: If the library is older than ``MINIMUM_VERSION``, or has made the model expert-parallel itself.
+        NotImplementedError: If the class lays its experts out, or computes them, in a way that is not supported.
     """
-    if loaded("transformers") is None or _interface(type(module)) is None:
+    library = loaded("transformers")
+    if library is None:
         return None
+    if _interface(getattr(type(module), "forward", None)) is None:
+        _check_not_hidden(library.__version__, module)
+        return None
+    _check_version(library.__version__, type(module))
     experts: Any = module
     up = "gate_up_proj" if experts.has_gate else "up_proj"
-    return ExpertsSpec(
+    spec = ExpertsSpec(
         up=up,
         down="down_proj",
         activation=_gate if experts.has_gate else _activation,
@@ -42,16 +50,69 @@ def experts_spec(module: nn.Module) -> ExpertsSpec | None:
         post=_post_norm if getattr(experts, "has_post_expert_norm", False) else None,  # newer than the other flags
         install=_install,
     )
+    _check_layout(experts, spec)
+    return spec
 
 
-def _interface(cls: type) -> Any:
-    """Return the experts interface that the forward of a class looks itself up in, ``None`` where there is none."""
-    closure = getattr(getattr(cls, "forward", None), "__closure__", None) or ()
-    for cell in closure:
+def _interface(forward: Any) -> Any:
+    """Return the experts interface that a class' forward looks itself up in, ``None`` where there is none."""
+    for cell in getattr(forward, "__closure__", None) or ():
         value = cell.cell_contents
         if any((c.__module__, c.__name__) == _INTERFACE for c in type(value).__mro__):
             return value
     return None
+
+
+def _check_version(version: str, cls: type) -> None:
+    if _is_old(version):
+        minimum = ".".join(map(str, MINIMUM_VERSION))
+        raise RuntimeError(
+            f"{cls.__name__} comes from Transformers {version}; experts of its models are supported from {minimum} on:"
+            f" pip install --upgrade 'transformers>={minimum},<{MINIMUM_VERSION[0] + 1}'"
+        )
+
+
+def _is_old(version: str) -> bool:
+    release = re.match(r"(\d+)\.(\d+)", version)
+    return release is not None and (int(release[1]), int(release[2])) < MINIMUM_VERSION
+
+
+def _check_not_hidden(version: str, module: nn.Module) -> None:
+    """Refuse experts that would be taken for dense weights: those of an old library, and those of a subclass."""
+    cls = type(module)
+    if _is_old(version) and cls.__module__.startswith("transformers.models."):
+        # Before the interface: stacked weights are what such a class is known by.
+        stacked = [p.shape[0] for p in module.parameters(recurse=False) if p.ndim == 3 and p.shape[0] > 1]
+        if len(stacked) > 1 and len(set(stacked)) == 1:
+            _check_version(version, cls)
+    for base in cls.__mro__:
+        if _interface(vars(base).get("forward")) is not None:
+            raise NotImplementedError(
+                f"{cls.__name__} has a forward of its own in place of that of {base.__name__}, so that tokens could not"
+                " be sent to their experts. Say what it computes: lightning_moe.register_experts("
+                f"{cls.__name__}, ExpertsSpec(up=..., down=..., activation=...))"
+            )
+
+
+def _check_layout(experts: Any, spec: ExpertsSpec) -> None:
+    """Refuse what the spec does not speak of: it would be left out of the computation, silently."""
+    cls = type(experts)
+    if getattr(experts, "_is_expert_parallel", False):
+        raise RuntimeError(
+            f"{cls.__name__} has been made expert-parallel by Transformers already; load the model without"
+            " distributed_config or enable_expert_parallel and leave that to strategy='moe_ep'"
+        )
+    parameters = {name for name, _ in experts.named_parameters(recurse=False)} - set(spec.weight_names())
+    children = {name for name, child in experts.named_children() if next(child.parameters(), None) is not None}
+    if spec.post is not None:
+        children.discard("post_expert_norm")
+    if parameters or children:
+        raise NotImplementedError(
+            f"{cls.__name__} holds {', '.join(map(repr, sorted(parameters | children)))} beside"
+            f" {', '.join(map(repr, spec.weight_names()))}, which experts of Transformers are not known to have."
+            " Quantized experts cannot be trained: load the model with dequantized weights. For a class of your own:"
+            f" lightning_moe.register_experts({cls.__name__}, ExpertsSpec(compute=...))"
+        )
 
 
 def _gate(experts: Any, rows: Tensor) -> Tensor:
@@ -67,7 +128,7 @@ def _post_norm(experts: Any, rows: Tensor) -> Tensor:
 
 
 def _install(module: nn.Module, forward: Callable[..., Tensor]) -> None:
-    interface = _interface(type(module))
+    interface = _interface(type(module).forward)
     interface.register(IMPLEMENTATION, _call_installed)
     experts: Any = module
     # Not an attribute that nn.Module would see: the function holds process groups and belongs to no state dict.
