@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_moe.dispatch import Dispatcher
 from lightning_moe.experts import ExpertsBackend, ExpertsSpec, FoundExperts, choose_backend
+from lightning_moe.experts.peft import check_adapters, install_adapters, materialize_adapters
 from lightning_moe.mesh import Layout, Meshes, experts_per_rank
 from lightning_moe.parallel.compile import check_compile, compile_block
 from lightning_moe.parallel.initialize import copy_from_rank_zero, materialize, shared_random_state
@@ -111,10 +112,9 @@ def shard_module(
     blocks = find_blocks(module, experts, options.block_classes)
     check_activation_checkpointing(options.activation_checkpointing, module, [block for _, block in blocks])
     check_compile(options.compile, options.activation_checkpointing, device)
+    check_adapters(module)
     backends, notes = _choose_backends(experts, policy, options, device)
     meshes = build_meshes()
-    for found in experts:
-        found.spec.check_ranks(found.name, found.num_experts, meshes.layout.expert)
     routed = [
         _route(found, backend, dtype, meshes, options)
         for found, (backend, dtype) in zip(experts, backends, strict=True)
@@ -123,6 +123,7 @@ def shard_module(
     copy_from_rank_zero(module, device)
     sharder = _Sharder(module, experts, meshes, policy, options, device)
     with shared_random_state(device):
+        materialize_adapters(module, device)
         for _, block in blocks:
             sharder.shard(block, policy.inner())
         for _, root in roots:
@@ -138,6 +139,7 @@ def shard_module(
             submodule.set_force_sum_reduction_for_comms(True)
     for found, forward in zip(experts, routed, strict=True):
         found.spec.install(found.module, torch.compiler.disable(forward.__call__) if options.compile else forward)
+    install_adapters(module, [found.module for found in experts], compiled=options.compile)
     for _, block in blocks:
         if options.compile:
             compile_block(block)
@@ -236,7 +238,8 @@ class _Sharder:
             mesh=self.meshes.experts_fsdp,
             mp_policy=self.policy.experts(),
             reshard_after_forward=self.reshard_after_forward,
-            shard_placement_fn=partial(experts_placement, layout=self.meshes.layout),
+            # Of experts that are modules dimension 0 is no expert, and any weight can be cut there.
+            shard_placement_fn=partial(experts_placement, layout=self.meshes.layout) if spec.modules is None else None,
         )
 
     def _place_empty(self, module: nn.Module) -> bool:

@@ -168,7 +168,7 @@ def _versions(leaves: list[Any]) -> list[int]:
 
 
 class _TopK(TorchFunctionMode):
-    """Keeps the indices of each ``topk`` of a forward, and repeats them in its recomputation.
+    """Keeps the choices of each ``topk`` and ``argmax`` of a forward, and repeats them in its recomputation.
 
     Watching functions costs a fraction of watching every operator of a block, as selective checkpointing does.
     """
@@ -187,18 +187,23 @@ class _TopK(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in (torch.topk, Tensor.topk):
-            return func(*args, **kwargs)
-        return self._topk(*args, **kwargs)
+        if func in (torch.topk, Tensor.topk):
+            return self._topk(*args, **kwargs)
+        if func in (torch.argmax, Tensor.argmax):
+            return self._choice(lambda: func(*args, **kwargs))
+        return func(*args, **kwargs)
+
+    def _choice(self, choose: Callable[[], Tensor]) -> Tensor:
+        if self.replay:
+            self.position += 1
+            return self.kept[self.position - 1].clone()
+        chosen = choose()
+        self.kept.append(chosen.clone())  # a model may change its own in place
+        return chosen
 
     def _topk(
         self, scores: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, **kwargs: Any
     ) -> Any:
-        if self.replay:
-            index = self.kept[self.position]
-            self.position += 1
-        else:
-            index = torch.topk(scores.detach(), k, dim, largest, sorted).indices
-            self.kept.append(index)
+        index = self._choice(lambda: torch.topk(scores.detach(), k, dim, largest, sorted).indices)
         # Both passes take the values in the same way, so that they keep the same tensors for the backward.
         return torch.return_types.topk((scores.gather(dim, index), index))
