@@ -58,6 +58,7 @@ class _Tool:
 
 _TOOLS = {
     "doctor": _Tool("show versions, devices and what is usable here, with reasons", "lightning_moe.doctor"),
+    "verify": _Tool("compare a config's layout with one process, on its own model and data", "lightning_moe.verify"),
 }
 
 
@@ -101,9 +102,9 @@ def _run(command: str, arguments: list[str]) -> int | None:
     if command in _TOOLS:
         tool = _TOOLS[command]
         return getattr(importlib.import_module(tool.module), tool.function)(arguments[1:])
-    _quiet()
-    for file in _config_files(arguments):
-        _check_config_file(file)
+    quiet()
+    for file in config_files(arguments):
+        check_config_file(file)
     MoECLI(arguments)
     return 0
 
@@ -331,7 +332,7 @@ def _given(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
     return values
 
 
-def _config_files(arguments: Sequence[str]) -> list[str]:
+def config_files(arguments: Sequence[str]) -> list[str]:
     """The files that ``--config`` names. Its value may also be the YAML itself."""
     values = _given(arguments, ("-c", "--config"))
     return [value for value in values if "\n" not in value and "{" not in value and "://" not in value]
@@ -344,7 +345,7 @@ def _with_strategy_class(arguments: list[str]) -> list[str]:
     if first is None:
         return arguments
     strategies = _given(arguments, (option,))
-    for file in () if strategies else _config_files(arguments):
+    for file in () if strategies else config_files(arguments):
         trainer = yaml.safe_load(Path(file).read_text(encoding="utf-8")).get("trainer")
         if isinstance(trainer, dict) and "strategy" in trainer:
             strategies.append(trainer["strategy"])
@@ -355,7 +356,7 @@ def _with_strategy_class(arguments: list[str]) -> list[str]:
     return [*before, f"{option}=lightning_moe.ExpertParallelStrategy", *after]
 
 
-def _check_config_file(file: str) -> None:
+def check_config_file(file: str) -> None:
     """Find what YAML alone can tell, so that the message can name the file and the line."""
     path = Path(file)
     if not file or not path.is_file():
@@ -391,7 +392,7 @@ def _explain(message: str, arguments: list[str]) -> RefusedError:
 
 
 def _sources(arguments: list[str]) -> str:
-    return ", ".join(_config_files(arguments)) or "options given"
+    return ", ".join(config_files(arguments)) or "options given"
 
 
 def _shown(path: str | Path) -> str:
@@ -440,7 +441,7 @@ class _WithoutAdvertising(logging.Filter):
         return not text.startswith(("💡 Tip", "TPU available: False", "HPU available: False"))
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Silence what a user can do nothing about, or what is no fault. Everything else stays."""
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     if not any(isinstance(known, _WithoutAdvertising) for known in logger.filters):

@@ -172,17 +172,18 @@ def test_configure_model_and_initial_weights_do_not_depend_on_the_layout(meta: b
     assert torch.equal(one["buffers"]["net.model.rotary_emb.inv_freq"], reference)
 
 
-def fit_without_seed() -> dict[str, Tensor]:
+def fit_without_seed(meta: bool) -> dict[str, Tensor]:
     rank, _ = rank_and_world()
     torch.manual_seed(rank)
-    module = tiny.TinyLM()
+    module = Configured(meta=True) if meta else tiny.TinyLM()
     fit(module, tiny.moe_ep(replicate_size=2))
     return tiny.weights(module)
 
 
-def test_unseeded_ranks_start_from_rank_zero() -> None:
+@pytest.mark.parametrize("meta", [False, True])
+def test_unseeded_ranks_start_from_rank_zero(meta: bool) -> None:
     """Every replica must hold the same weights, whatever each rank drew."""
-    first, *others = run_ranks(fit_without_seed, 4)
+    first, *others = run_ranks(fit_without_seed, 4, meta)
     for other in others:
         assert all(torch.equal(other[name], first[name]) for name in first)
 

@@ -75,11 +75,12 @@ class RoutedExperts:
         index_TK = top_k_index.reshape(-1, top_k_index.shape[-1]).long()
         weights_TK = top_k_weights.reshape(index_TK.shape)
         if self.spec.modules is not None and not (hidden_TH.requires_grad or weights_TK.requires_grad):
-            # Experts that are modules can be frozen one by one, so that ranks differ in what needs a gradient. With this
-            # all of them exchange gradients, or none.
+            # Experts that are modules can be frozen one by one, so that ranks differ in what needs a gradient. With
+            # this all of them exchange gradients, or none.
             hidden_TH = hidden_TH.detach().requires_grad_(torch.is_grad_enabled())
 
-        self.watch.place = self._in_forward
+        if not torch.compiler.is_compiling():
+            self.watch.enter_forward(self._in_forward, self.name)
         dispatched = self.dispatcher.dispatch(hidden_TH, index_TK, weights_TK)
         if self.module.training and not in_recompute():
             seen = dispatched.choices_per_expert
@@ -88,9 +89,10 @@ class RoutedExperts:
         # The weight takes the dtype of the rows: a float32 one would promote the whole [R, H] buffer.
         rows_RH = rows_RH * dispatched.row_weights.to(rows_RH.dtype).unsqueeze(-1)
         out_TH = self.dispatcher.combine(rows_RH, dispatched.state)
-        self.watch.place = self._after_forward
-        if out_TH.requires_grad and not torch.compiler.is_compiling():
-            out_TH.register_hook(self._mark_backward)
+        if not torch.compiler.is_compiling():
+            self.watch.place = self._after_forward
+            if out_TH.requires_grad:
+                out_TH.register_hook(self._mark_backward)
         out_TH = out_TH.to(hidden_states.dtype)
         # FSDP2 hooks into what a module returns and loses track of a view that is changed in place.
         return out_TH if hidden_states.ndim == 2 else out_TH.view(hidden_states.shape).clone()
@@ -111,4 +113,5 @@ class RoutedExperts:
             if self.backend is None:
                 assert self.spec.compute is not None
                 return self.spec.compute(self.module, rows, tokens_per_expert)
-            return self.backend(self.spec.mlp(self.module), rows, tokens_per_expert, tokens_per_expert_host)
+            mlp = self.spec.mlp(self.module, low_rank_apart=self.backend.low_rank)
+            return self.backend(mlp, rows, tokens_per_expert, tokens_per_expert_host)
