@@ -45,6 +45,7 @@ PRELOAD = [
     "lightning.pytorch",
     "transformers",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "peft",
     "pytest",
     "lightning_moe",
 ]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_moe.experts import FoundExperts, find_experts
+from lightning_moe.experts.peft import innermost
 from lightning_moe.parallel.structure import find_routers
 
 ScoreFunction = Literal["softmax", "sigmoid", "sqrtsoftplus"]
@@ -132,16 +133,17 @@ class _Layer:
                 f"{experts.name!r} needs one router beside it whose logits can be observed, a module with little more"
                 f" than a matrix of {experts.num_experts} rows; found {found}"
             )
+        router = innermost(routers[0])
         # FSDP2 makes a subclass of each class that it shards.
-        names = [ancestor.__name__ for ancestor in type(routers[0]).__mro__]
+        names = [ancestor.__name__ for ancestor in type(router).__mro__]
         if unsupported := set(names) & set(_UNSUPPORTED):
             raise ValueError(
                 f"{experts.name!r}: the losses on routers do not support {unsupported.pop()}, which does not return its"
                 " logits first"
             )
-        chosen = _score_function(model, experts, routers[0]) if score_function == "auto" else score_function
+        chosen = _score_function(model, experts, router) if score_function == "auto" else score_function
         child = next((_LOGITS_OF[name] for name in names if name in _LOGITS_OF), "")
-        return cls(experts, routers[0].get_submodule(child), chosen)
+        return cls(experts, router.get_submodule(child) if child else routers[0], chosen)
 
     def watch(self, routings: list[Routing]) -> Iterator[Any]:
         """Add to the list at each call of the experts, until the handles that come back are removed."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from lightning_moe.experts import FoundExperts
+from lightning_moe.experts.peft import innermost
 
 
 def find_roots(lightning_module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -62,8 +63,9 @@ def find_blocks(
         Names and modules, in the order of the model; no block lies inside another or shares a parameter with one.
 
     Raises:
-        ValueError: If no module of a class that the user named exists.
+        ValueError: If no module of a class that the user named exists, or two experts modules share their weights.
     """
+    _check_not_tied(experts)
     if block_classes is not None:
         named = set(block_classes)
         missing = named - {type(module).__name__ for module in model.modules()}
@@ -81,6 +83,19 @@ def find_blocks(
     if block_classes is None:
         chosen |= {id(module) for module in _longest_list(model, experts)}
     return _without_shared(list(_outermost("", model, chosen)))
+
+
+def _check_not_tied(experts: Sequence[FoundExperts]) -> None:
+    """Refuse experts modules that share weights: each is sharded by itself, and they would part at the first step."""
+    owner: dict[int, str] = {}
+    for found in experts:
+        for parameter in found.module.parameters():
+            other = owner.setdefault(id(parameter), found.name)
+            if other != found.name:
+                raise ValueError(
+                    f"the experts modules {other!r} and {found.name!r} share their weights, which strategy='moe_ep'"
+                    " cannot keep tied; give each its own, or call one module in both places"
+                )
 
 
 def _without_shared(blocks: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
@@ -128,13 +143,14 @@ def find_routers(model: nn.Module, experts: Sequence[FoundExperts]) -> list[nn.M
     """
     routers = []
     for found in experts:
-        parent = model.get_submodule(found.name.rpartition(".")[0])
-        routers += [m for m in parent.children() if m is not found.module and _routes(m, found.num_experts)]
+        siblings = [] if found.parent is None else found.parent.children()
+        routers += [m for m in siblings if innermost(m) is not found.module and _routes(m, found.num_experts)]
     return routers
 
 
 def _routes(module: nn.Module, num_experts: int) -> bool:
     """Whether a module is a router: little more than one matrix with a row an expert, its own or a child's."""
+    module = innermost(module)  # what PEFT adds to a router does not count
     owners = (module, *module.children())
     rows = [p for owner in owners for p in owner.parameters(recurse=False) if p.ndim == 2 and p.shape[0] == num_experts]
     # A shared expert whose width is the number of experts has two or three such matrices.
@@ -155,6 +171,8 @@ def check_no_hidden_experts(
     """
     known = {id(inner) for found in experts for inner in found.module.modules()} | {id(f.module) for f in experts}
     for parent_name, parent in model.named_modules():
+        if innermost(parent) is not parent:
+            continue  # PEFT keeps the factors of several adapters in dictionaries
         for name, child in parent.named_children():
             if not isinstance(child, nn.ModuleList | nn.ModuleDict) or id(child) in known or len(child) < 2:
                 continue

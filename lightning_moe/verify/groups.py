@@ -23,8 +23,7 @@ def parameter_groups(model: nn.Module) -> dict[str, str]:
     experts = find_experts(model)
     known: dict[int, str] = {}
     for found in experts:
-        around = model.get_submodule(found.name.rpartition(".")[0])
-        for name, child in around.named_children():
+        for name, child in () if found.parent is None else found.parent.named_children():
             if "shared" in f"{name} {type(child).__name__}".lower():
                 known[id(child)] = "shared experts"
     known.update((id(router), "router") for router in find_routers(model, experts))
