@@ -7,9 +7,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from lightning_moe import ExpertsSpec, register_experts
 from lightning_moe.mesh import Layout, experts_per_rank
 from lightning_moe.nn import TopKRouter
 from lightning_moe.parallel import experts_placement
@@ -134,6 +135,58 @@ def test_modules_of_different_number_and_frozen_ones(world: int, expert: int) ->
     for kind in ("gradients", "weights"):
         merged[kind] = {name: t for rank in ranks for name, t in rank[kind].items()}
     assert_same([merged], [reference])
+
+
+class Normed(nn.Module):
+    """Five stacked experts, and a norm of what each returns that all of them share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(5, HIDDEN, 24) / 4)
+        self.down = nn.Parameter(torch.randn(5, 24, HIDDEN) / 5)
+        self.norm = nn.LayerNorm(HIDDEN)
+
+    def forward(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden)
+        for number in range(5):
+            token, choice = (index == number).nonzero(as_tuple=True)
+            rows = self.norm(torch.tanh(hidden[token] @ self.up[number]) @ self.down[number])
+            out = out.index_add(0, token, rows * weights[token, choice, None])
+        return out
+
+
+register_experts(
+    Normed,
+    ExpertsSpec(
+        up="up",
+        down="down",
+        transposed=True,
+        activation=lambda module, rows: torch.tanh(rows),
+        post=lambda module, rows: module.norm(rows),
+    ),
+)
+
+
+class NormedNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0]["router"] = TopKRouter(HIDDEN, 5, 2)
+        self.layers[0]["experts"] = Normed()
+        del self.layers[1]
+
+
+def train_normed(options: dict[str, Any] | None) -> dict[str, Any]:
+    pl.seed_everything(0, verbose=False)
+    module = LM(tiny.sgd, build=NormedNet, keep_gradients=True)
+    fit(module, "auto" if options is None else tiny.moe_ep(**options), steps=4, gradient_clip_val=0.5)
+    weights = tiny.weights(module)
+    return {"losses": module.losses, "norms": module.norms, "gradients": module.gradients, "weights": weights}
+
+
+def test_what_experts_share_reaches_a_rank_without_experts() -> None:
+    reference = run_ranks(train_normed, 1, None)[0]
+    for world, expert in ((4, 4), (2, 2)):
+        assert_same([run_ranks(train_normed, world, {"expert_parallel_size": expert}, timeout=60)[0]], [reference])
 
 
 def test_what_cannot_be_divided_says_so() -> None:

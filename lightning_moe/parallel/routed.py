@@ -106,7 +106,9 @@ class RoutedExperts:
             if self.dispatcher.num_local_experts == 0:
                 # More ranks than blocks of experts. The empty weights stay in the graph, as others without rows do.
                 own = [local_weight(self.module, name) for name, _ in self.module.named_parameters(recurse=False)]
-                return rows + sum(weight.sum() for weight in own)
+                rows = rows + sum(weight.sum() for weight in own)
+                # Shared by all experts, hence gathered over all ranks: this one has to come, too.
+                return rows if self.spec.post is None else self.spec.post(self.module, rows)
             if self.spec.modules is not None:
                 counts = tokens_per_expert.tolist() if tokens_per_expert_host is None else tokens_per_expert_host
                 return self.spec.run_modules(self.module, rows, counts)
