@@ -113,7 +113,7 @@ def shard_module(
     check_activation_checkpointing(options.activation_checkpointing, module, [block for _, block in blocks])
     check_compile(options.compile, options.activation_checkpointing, device)
     check_adapters(module)
-    backends, notes = _choose_backends(experts, policy, options, device)
+    backends, notes = _choose_backends(module, experts, policy, options, device)
     meshes = build_meshes()
     routed = [
         _route(found, backend, dtype, meshes, options)
@@ -150,7 +150,11 @@ def shard_module(
 
 
 def _choose_backends(
-    experts: Sequence[FoundExperts], policy: DtypePolicy, options: ShardingOptions, device: torch.device
+    model: nn.Module,
+    experts: Sequence[FoundExperts],
+    policy: DtypePolicy,
+    options: ShardingOptions,
+    device: torch.device,
 ) -> tuple[list[tuple[ExpertsBackend | None, torch.dtype]], list[str]]:
     """Choose what computes each experts module and in which dtype, with what ``"auto"`` fell back to."""
     chosen, notes = [], []
@@ -158,6 +162,11 @@ def _choose_backends(
         dtype = policy.param_dtype or next(found.module.parameters()).dtype
         backend, reason = choose_backend(options.experts_backend, found.spec, found.module, dtype, device)
         chosen.append((backend, dtype))
+        if policy.routers_apart(dtype) and not find_routers(model, [found]):
+            notes.append(
+                f"no router was found beside {found.name}: it computes in {str(dtype).removeprefix('torch.')} unless"
+                " the model casts it"
+            )
         if reason:
             notes.append(f"experts_backend='auto' takes 'loop' for {found.name}: {reason}")
     return chosen, notes

@@ -144,7 +144,7 @@ def find_routers(model: nn.Module, experts: Sequence[FoundExperts]) -> list[nn.M
     routers = []
     for found in experts:
         siblings = [] if found.parent is None else found.parent.children()
-        routers += [m for m in siblings if innermost(m) is not found.module and _routes(m, found.num_experts)]
+        routers += [m for m in siblings if innermost(m) is not found.module and _routes(m, found.num_choices)]
     return routers
 
 
