@@ -1,7 +1,6 @@
 """Lightning's face: the order of set-up, what each rank reads, backward, clipping, checkpoints, teardown."""
 
 import atexit
-import shutil
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,8 +24,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_moe.dispatch import Dispatcher, build_dispatcher, check_dispatcher
-from lightning_moe.experts import check_backend, find_experts
-from lightning_moe.loaders import check_lengths, gather_int
+from lightning_moe.experts import FoundExperts, check_backend, find_experts
+from lightning_moe.files import replace_path
+from lightning_moe.loaders import EvenLoaders
 from lightning_moe.mesh import (
     Layout,
     build_dense_mesh,
@@ -37,6 +37,7 @@ from lightning_moe.mesh import (
 )
 from lightning_moe.parallel import Sharded, ShardingOptions, already_sharded, experts_placement, shard_module
 from lightning_moe.parallel.recompute import CHECKPOINTING, ActivationCheckpointing
+from lightning_moe.parallel.structure import find_routers
 from lightning_moe.parallel.watch import Watch
 from lightning_moe.precision import MoEPrecision
 
@@ -112,9 +113,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self.activation_checkpointing: ActivationCheckpointing = activation_checkpointing
         self.compile = compile
         self._sharded: Sharded | None = None
-        self._predict_left: list[tuple[int, int]] = []  # of each dataloader: own batches, and those of others beyond
         self._backward_was_here = False
         self._watch = Watch()
+        self._loaders = EvenLoaders(self._watch)
 
     # What Lightning hands over
 
@@ -204,7 +205,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self.model_to_device()
         for experts in self._sharded.experts:
             experts.watch = self._watch
-        self._watch.start(self.lightning_module, self._timeout)
+        self._watch.start(self.lightning_module, [experts.name for experts in self._sharded.experts], self._timeout)
         self.barrier()
 
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -251,10 +252,12 @@ class ExpertParallelStrategy(ModelParallelStrategy):
                 f" exist on one of {size} ranks each; set save_distributed_checkpoint=True or expert_parallel_size=1"
             )
         for found in experts:
+            found.spec.check_ranks(found.name, found.module, size)
             for parameter in found.module.parameters(recurse=False):
                 experts_placement(parameter, layout)
         if not experts:
             _warn_no_experts(module)
+        _warn_coarse_buffers(module, experts)
         self.precision_plugin.convert_module(module)
         meshes = partial(build_meshes, self._device_mesh, size, self._timeout)
         sharded = shard_module(module, experts, meshes, policy, options, self.root_device)
@@ -289,7 +292,28 @@ class ExpertParallelStrategy(ModelParallelStrategy):
                     " optimizer to the model (`optimizer: OptimizerCallable`), not at the top level"
                 )
 
-    # Training
+    # Steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._watch.over("training_step", new_step=True):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._watch.over("validation_step", new_step=True):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._watch.over("test_step", new_step=True):
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if message := self._watch.explain(exception):  # from a hook, a callback or the end of an epoch
+            exception.add_note(message)
+        super().on_exception(exception)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -300,7 +324,8 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         # so the mean over the whole batch is the sum of loss / world_size.
         scaled = closure_loss / self.world_size
         self._backward_was_here = True
-        self.precision_plugin.backward(scaled, self.lightning_module, optimizer, *args, **kwargs)
+        with self._watch.over("the backward pass"):
+            self.precision_plugin.backward(scaled, self.lightning_module, optimizer, *args, **kwargs)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -322,32 +347,27 @@ class ExpertParallelStrategy(ModelParallelStrategy):
                     f"{type(optimizer).__name__}.step() has gradients that loss.backward() made: they are the sum over"
                     f" {self.world_size} ranks, not the mean. Call self.manual_backward(loss) instead"
                 )
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        with self._watch.over("the optimizer step"):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
-        check_lengths(dataloader, self.lightning_module.trainer, self.root_device)
-        return dataloader
+        return self._loaders.process(dataloader, self.lightning_module.trainer, self.root_device, self._timeout)
 
     def on_predict_start(self) -> None:
         """Find out how many steps the other ranks take: in prediction Lightning repeats no sample to even them out."""
         assert self.lightning_module is not None
-        lengths = [int(n) for n in self.lightning_module.trainer.predict_loop.max_batches if n != float("inf")]
-        self._predict_left = [(n, max(gather_int(n, self.root_device)) - n) for n in lengths]
+        self._loaders.start_prediction(self.lightning_module.trainer, self.root_device)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        prediction = super().predict_step(*args, **kwargs)
-        if self._predict_left:
-            left, extra = self._predict_left[0]
-            self._predict_left[0] = (left - 1, extra)
-            if left == 1:
-                # Others have more batches of this dataloader: run the last one again for their collectives, and throw
-                # the result away.
-                self._predict_left.pop(0)
-                for _ in range(extra):
-                    super().predict_step(*args, **kwargs)
+        def step() -> Any:
+            with self._watch.over("predict_step", new_step=True):
+                return super(ExpertParallelStrategy, self).predict_step(*args, **kwargs)
+
+        prediction = step()
+        self._loaders.end_predict_step(repeat=step)
         return prediction
 
     @override
@@ -397,7 +417,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             super().save_checkpoint(checkpoint, unfinished, storage_options)
         with self._failing_together(f"saving {path}"):
             if self.global_rank == 0:
-                _replace(unfinished, path)
+                replace_path(unfinished, path)
 
     @contextmanager
     def _failing_together(self, what: str) -> Generator[None, None, None]:
@@ -449,21 +469,19 @@ def _warn_no_experts(module: "pl.LightningModule") -> None:
     )
 
 
-def _replace(source: Path, target: Path) -> None:
-    """Move a file or folder to where another may lie."""
-    old = target.with_name(f"{target.name}.old")
-    _remove(old)
-    if target.exists() or target.is_symlink():
-        target.rename(old)
-    source.rename(target)
-    _remove(old)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    elif path.exists() or path.is_symlink():
-        path.unlink()
+def _warn_coarse_buffers(module: "pl.LightningModule", experts: Sequence[FoundExperts]) -> None:
+    """Point out buffers of routers, such as correction biases, that somebody cast: no cast brings their bits back."""
+    routers = {id(router) for router in find_routers(module, experts)}
+    for name, submodule in module.named_modules():
+        if id(submodule) not in routers:
+            continue
+        for buffer_name, buffer in submodule.named_buffers(prefix=name):
+            if buffer.dtype in (torch.bfloat16, torch.float16):
+                rank_zero_warn(
+                    f"{buffer_name} of a router is {str(buffer.dtype).removeprefix('torch.')}, in which near-ties"
+                    " between experts cannot be told apart: leave the casting of the model to Trainer(precision=...),"
+                    " which keeps the buffers in float32"
+                )
 
 
 def _destroy_process_group() -> None:
