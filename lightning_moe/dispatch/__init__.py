@@ -1,20 +1,32 @@
 """How rows reach their expert and come back. One file a dispatcher; a new one is added to ``DISPATCHERS`` below."""
 
-from lightning_moe.choices import Choice, Choices, needs_adapter
+from lightning_moe.choices import Choice, Choices
 from lightning_moe.dispatch.all_to_all import AllToAllDispatcher
 from lightning_moe.dispatch.base import Dispatched, Dispatcher, DispatcherCaps
+from lightning_moe.dispatch.deepep import DeepEPDispatcher, HybridEPDispatcher, deepep_unusable, hybridep_unusable
 from lightning_moe.dispatch.local import LocalDispatcher
+from lightning_moe.dispatch.nccl_ep import NcclEpDispatcher, nccl_ep_unusable
 
-__all__ = ["Dispatched", "Dispatcher", "DispatcherCaps", "build_dispatcher", "check_dispatcher", "dispatcher_options"]
+__all__ = [
+    "DeepEPDispatcher",
+    "Dispatched",
+    "Dispatcher",
+    "DispatcherCaps",
+    "HybridEPDispatcher",
+    "NcclEpDispatcher",
+    "build_dispatcher",
+    "check_dispatcher",
+    "dispatcher_options",
+]
 
 DISPATCHERS: Choices[Dispatcher] = Choices(
     "dispatcher",
     {
         "local": Choice(LocalDispatcher),
         "all_to_all": Choice(AllToAllDispatcher),
-        "deepep": Choice(None, needs_adapter("deep_ep", "adapter")),
-        "hybridep": Choice(None, needs_adapter("deep_ep", "adapter")),
-        "nccl_ep": Choice(None, needs_adapter("transformer_engine", "adapter")),
+        "deepep": Choice(DeepEPDispatcher, deepep_unusable),
+        "hybridep": Choice(HybridEPDispatcher, hybridep_unusable),
+        "nccl_ep": Choice(NcclEpDispatcher, nccl_ep_unusable),
     },
     also=" and a Dispatcher object",
 )
@@ -55,10 +67,19 @@ def build_dispatcher(dispatcher: str | Dispatcher, expert_parallel_size: int) ->
     if isinstance(dispatcher, Dispatcher):
         return dispatcher
     if dispatcher == "auto":
-        dispatcher = "local" if expert_parallel_size == 1 else "all_to_all"
+        dispatcher = automatic_dispatcher(expert_parallel_size)
     if dispatcher == "local" and expert_parallel_size > 1:
         raise ValueError(
             f"dispatcher='local' keeps every expert on each rank, but expert_parallel_size={expert_parallel_size};"
             " set dispatcher='auto' or expert_parallel_size=1"
         )
     return DISPATCHERS.build(dispatcher)
+
+
+def automatic_dispatcher(expert_parallel_size: int) -> str:
+    """Choose what ``dispatcher="auto"`` is.
+
+    Args:
+        expert_parallel_size: Ranks that share the experts.
+    """
+    return "local" if expert_parallel_size == 1 else "all_to_all"

@@ -1,0 +1,112 @@
+"""DeepEP V1: ``deep_ep.Buffer``."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_moe.dispatch.deepep.shared import BufferTransport, known, local_choices
+from lightning_moe.dispatch.permute import count_experts
+from lightning_moe.dispatch.transport import Received
+
+_NODE = 8  # ranks that it connects by NVLink
+_BYTES = 2  # of a bfloat16
+
+
+@dataclass(frozen=True)
+class Route:
+    """What a dispatch leaves behind for the way back.
+
+    Attributes:
+        buffer: The buffer that it went through.
+        handle: The library's own.
+    """
+
+    buffer: Any
+    handle: Any
+
+
+class V1Transport(BufferTransport):
+    """Its buffer passes tokens on in chunks, so any number of them fits."""
+
+    class_name = "Buffer"
+    hidden_multiple = 16
+    max_local_experts = 1024
+    max_top_k = 32
+
+    @override
+    def check(self) -> None:
+        super().check()
+        ranks, allowed = self.layer.group.size(), "2, 4, 8 expert-parallel ranks, or more that its configurations name"
+        if ranks not in (2, 4, _NODE) and ranks % _NODE:
+            self.refuse(allowed, f"{ranks}", "another expert_parallel_size")
+        try:
+            self._configs()
+        except Exception:  # an assertion, where it has no configuration
+            self.refuse(allowed, f"{ranks}", "another expert_parallel_size")
+
+    def _configs(self) -> tuple[Any, Any]:
+        """The settings of dispatch and of combine for this number of ranks."""
+        if self.options.num_sms is not None:
+            self.buffer_class.set_num_sms(new_num_sms=self.options.num_sms)
+        ranks = self.layer.group.size()
+        return (
+            self.buffer_class.get_dispatch_config(num_ranks=ranks),
+            self.buffer_class.get_combine_config(num_ranks=ranks),
+        )
+
+    @override
+    def open(self, capacity: int, top_k: int) -> Any:
+        ranks, row = self.layer.group.size(), self.layer.hidden_size * _BYTES
+        configs = self._configs()
+        # By position: these methods are compiled and have no names of arguments.
+        nvlink = max(config.get_nvl_buffer_size_hint(row, ranks) for config in configs)
+        rdma = max(config.get_rdma_buffer_size_hint(row, ranks) for config in configs)
+        optional = known(self.buffer_class, num_qps_per_rank=self.options.num_qps, explicitly_destroy=True)
+        return self.buffer_class(group=self.layer.group, num_nvl_bytes=nvlink, num_rdma_bytes=rdma, **optional)
+
+    @override
+    def send(self, rows: Tensor, index: Tensor, weights: Tensor) -> Received:
+        self.check_call(index.shape[1])
+        layer = self.layer
+        index = index.to(getattr(self.package, "topk_idx_t", torch.int64)).contiguous()
+        with self.shared.guard():
+            buffer = self.buffer((layer.group, layer.hidden_size), index.shape[1])
+            to_rank, to_node, to_expert, goes, _ = buffer.get_dispatch_layout(
+                topk_idx=index, num_experts=layer.num_experts
+            )
+            arrived, local, local_weights, counts, handle, _ = buffer.dispatch(
+                x=rows.contiguous(),
+                num_tokens_per_rank=to_rank,
+                num_tokens_per_rdma_rank=to_node,
+                is_token_in_rank=goes,
+                num_tokens_per_expert=to_expert,
+                topk_idx=index,
+                topk_weights=weights.contiguous(),
+            )
+        local, local_weights = local_choices(local, local_weights)
+        return Received(
+            rows=arrived,
+            index=local,
+            weights=local_weights,
+            tokens_per_expert=count_experts(local, layer.num_local)[1:],
+            tokens_per_expert_host=list(counts),
+            handle=Route(buffer, handle),
+        )
+
+    @override
+    def send_again(self, rows: Tensor, handle: Route) -> Tensor:
+        with self.shared.guard():
+            arrived: Tensor = handle.buffer.dispatch(x=rows.contiguous(), handle=handle.handle)[0]
+        return arrived
+
+    @override
+    def bring_back(self, rows: Tensor, weights: Tensor | None, handle: Route) -> tuple[Tensor, Tensor | None]:
+        weights = None if weights is None else weights.float().contiguous()
+        with self.shared.guard():
+            back, back_weights, _ = handle.buffer.combine(
+                x=rows.contiguous(), handle=handle.handle, topk_weights=weights
+            )
+        return back, back_weights

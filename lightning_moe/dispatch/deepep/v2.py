@@ -1,0 +1,94 @@
+"""DeepEP V2: ``deep_ep.ElasticBuffer``."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_moe.dispatch.deepep.shared import BufferTransport, known, local_choices, parameters
+from lightning_moe.dispatch.deepep.v1 import Route
+from lightning_moe.dispatch.permute import count_experts
+from lightning_moe.dispatch.transport import Received
+
+
+class V2Transport(BufferTransport):
+    """Its buffer has room for a fixed number of tokens a rank, the same on every rank."""
+
+    class_name = "ElasticBuffer"
+    hidden_multiple = 256  # combine's loop over a row has no remainder: 32 lanes of 16 bytes
+    max_experts = 2048
+    max_local_experts = 256
+    max_top_k = 32
+
+    @override
+    def check(self) -> None:
+        super().check()
+        if "deterministic" not in parameters(self.buffer_class):
+            self.refuse("recomputed forwards only where the buffer has deterministic=", "a version without it")
+
+    @override
+    def open(self, capacity: int, top_k: int) -> Any:
+        # In one order: a recomputed forward must see its rows where the first one, which the backward goes back along,
+        # saw them.
+        return self.buffer_class(
+            group=self.layer.group,
+            num_max_tokens_per_rank=capacity,
+            hidden=self.layer.hidden_size,
+            num_topk=top_k,
+            deterministic=True,
+            **known(self.buffer_class, num_allocated_qps=self.options.num_qps, explicitly_destroy=True),
+        )
+
+    @override
+    def send(self, rows: Tensor, index: Tensor, weights: Tensor) -> Received:
+        layer, top_k = self.layer, index.shape[1]
+        self.check_call(top_k)
+        key = (layer.group, layer.hidden_size, top_k)
+        # Also the first collective of a group whose communicator the buffer takes over.
+        _, capacity = self.agree(key, rows.shape[0], rows.device)
+        with self.shared.guard():
+            buffer = self.buffer(key, top_k, capacity)
+            arrived, local, local_weights, handle, _ = buffer.dispatch(
+                x=rows.contiguous(),
+                topk_idx=self.own_index(index),
+                topk_weights=weights.contiguous(),
+                num_experts=layer.num_experts,
+                num_max_tokens_per_rank=capacity,
+                do_cpu_sync=True,
+                **self._tuning(self.options.num_sms),
+            )
+        local, local_weights = local_choices(local, local_weights)
+        return Received(
+            rows=arrived,
+            index=local,
+            weights=local_weights,
+            tokens_per_expert=count_experts(local, layer.num_local)[1:],
+            tokens_per_expert_host=list(handle.num_recv_tokens_per_expert_list),
+            handle=Route(buffer, handle),
+        )
+
+    def own_index(self, index: Tensor) -> Tensor:
+        """The index in the library's dtype; the handle keeps a copy of it."""
+        return index.to(getattr(self.package, "topk_idx_t", torch.int64)).contiguous()
+
+    def _tuning(self, num_sms: int | None) -> dict[str, int]:
+        return known(self.buffer_class.dispatch, num_sms=num_sms, num_qps=self.options.num_qps)
+
+    @override
+    def send_again(self, rows: Tensor, handle: Route) -> Tensor:
+        with self.shared.guard():
+            # The default number of multiprocessors is computed from arguments that a call with a handle does not have.
+            arrived: Tensor = handle.buffer.dispatch(
+                x=rows.contiguous(), handle=handle.handle, do_cpu_sync=False, **self._tuning(handle.handle.num_sms)
+            )[0]
+        return arrived
+
+    @override
+    def bring_back(self, rows: Tensor, weights: Tensor | None, handle: Route) -> tuple[Tensor, Tensor | None]:
+        weights = None if weights is None else weights.float().contiguous()
+        with self.shared.guard():
+            back, back_weights, _ = handle.buffer.combine(
+                x=rows.contiguous(), handle=handle.handle, topk_weights=weights, **self._tuning(None)
+            )
+        return back, back_weights
