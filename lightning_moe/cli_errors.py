@@ -16,6 +16,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from lightning_moe.parallel.watch import MissingRankError
+
 _PACKAGE = Path(__file__).resolve().parent
 _LIBRARIES = ("lightning_moe", "lightning", "torch", "jsonargparse")
 _PEER_LOST = re.compile(
@@ -243,6 +245,8 @@ def _met_in_a_checkpoint(error: BaseException) -> bool:
 
 def _is_lost_peer(error: BaseException) -> bool:
     """Whether this rank failed only because another one went away."""
+    if isinstance(error, MissingRankError):
+        return True
     return isinstance(error, RuntimeError) and not _raised_on_purpose(error) and bool(_PEER_LOST.search(str(error)))
 
 

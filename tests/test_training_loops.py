@@ -316,7 +316,7 @@ def save_where_it_cannot(path: str, step: str) -> None:
 
     trainer = fit(tiny.TinyLM(), tiny.moe_ep(), steps=1)
     if step == "rename":  # rank 0 alone does that
-        strategy._replace = fails
+        strategy.replace_path = fails
     trainer.save_checkpoint(path)
 
 
