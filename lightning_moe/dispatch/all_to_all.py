@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
@@ -63,6 +64,7 @@ class _SendRows(torch.autograd.Function):
         return rows, weights
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor, Tensor, None]:
         # Gradients that autograd does not have arrive as zeros, so no rank ever skips these two collectives.
         exchange: _Exchange = ctx.exchange
@@ -81,6 +83,7 @@ class _ReturnRows(torch.autograd.Function):
         return all_to_all_rows(_to_source_order(rows, exchange), exchange.send, exchange.receive, exchange.group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         exchange: _Exchange = ctx.exchange
         grad = all_to_all_rows(grad, exchange.receive, exchange.send, exchange.group)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lightning_moe.dispatch.base import Dispatched
 from lightning_moe.dispatch.permute import Routing, make_routing, rows_to_tokens, sort_choices, tokens_to_rows
@@ -132,6 +133,7 @@ class _Send(torch.autograd.Function):
         return received.rows, received.weights
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_rows: Tensor, grad_weights: Tensor) -> tuple[Tensor | None, ...]:
         # Gradients that autograd does not have arrive as zeros, so no rank ever skips this.
         grad_rows, grad = ctx.transport.bring_back(grad_rows, grad_weights, ctx.handle)
@@ -147,5 +149,6 @@ class _BringBack(torch.autograd.Function):
         return transport.bring_back(rows, None, handle)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.transport.send_again(grad, ctx.handle), None, None

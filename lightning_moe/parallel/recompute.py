@@ -4,8 +4,8 @@ A token that the recomputation routed to another expert than the forward did wou
 wait for rows that nobody sends. So the choice of experts is always kept, whatever else is computed again.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -95,18 +95,30 @@ def _keep_nothing() -> _Pair:
 def _keep_costly() -> _Pair:
     kept: list[_Kept] = []
     forward, again = _keep_routing()
-    return _both(_Costly(kept, replay=False), forward), _both(_Costly(kept, replay=True), again)
+    return _Both(_Costly(kept, replay=False), forward), _Both(_Costly(kept, replay=True), again)
 
 
-@contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
-        yield
+class _Both(AbstractContextManager[None]):
+    """Two contexts as one, which can be entered again: a graph may be walked twice."""
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._parts = (outer, inner)
+        self._stack = ExitStack()
+
+    @override
+    def __enter__(self) -> None:
+        self._stack = ExitStack()
+        for part in self._parts:
+            self._stack.enter_context(part)
+
+    @override
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
 
 
 def _keep_routing() -> _Pair:
     kept: list[Tensor] = []
-    return _TopK(kept, replay=False), _TopK(kept, replay=True)
+    return _Choices(kept, replay=False), _Choices(kept, replay=True)
 
 
 class _Kept(NamedTuple):
@@ -167,8 +179,14 @@ def _versions(leaves: list[Any]) -> list[int]:
     return [leaf._version for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-class _TopK(TorchFunctionMode):
-    """Keeps the choices of each ``topk`` and ``argmax`` of a forward, and repeats them in its recomputation.
+# Functions that return values and the positions of these along a dimension.
+_WITH_VALUES = {torch.topk, Tensor.topk, torch.sort, Tensor.sort, torch.max, Tensor.max, torch.min, Tensor.min}
+# Functions that return positions alone.
+_POSITIONS = {torch.argmax, Tensor.argmax, torch.argsort, Tensor.argsort, torch.multinomial, Tensor.multinomial}
+
+
+class _Choices(TorchFunctionMode):
+    """Keeps the choices that a forward makes with ``topk`` and its like, and repeats them in its recomputation.
 
     Watching functions costs a fraction of watching every operator of a block, as selective checkpointing does.
     """
@@ -186,24 +204,55 @@ class _TopK(TorchFunctionMode):
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (torch.topk, Tensor.topk):
-            return self._topk(*args, **kwargs)
-        if func in (torch.argmax, Tensor.argmax):
-            return self._choice(lambda: func(*args, **kwargs))
-        return func(*args, **kwargs)
+        kwargs = dict(kwargs or {})
+        if func not in _WITH_VALUES and func not in _POSITIONS:
+            return func(*args, **kwargs)
+        out = kwargs.pop("out", None)
+        if func in _POSITIONS:
+            if self.replay and func in (torch.multinomial, Tensor.multinomial):
+                func(*args, **kwargs)  # what is drawn after it must be what the forward drew
+            chosen = self._choice(lambda: func(*args, **kwargs))
+            return chosen if out is None else out.resize_(chosen.shape).copy_(chosen)
+        with torch.no_grad():
+            result = None if self.replay else func(*args, **kwargs)
+        if isinstance(result, Tensor) or (self.replay and self._is_reduction(func, args, kwargs)):
+            # max and min of everything, or of two tensors
+            return func(*args, **kwargs) if out is None else func(*args, **kwargs, out=out)
+        return self._with_values(result, func, args, kwargs, out)
+
+    @staticmethod
+    def _is_reduction(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+        if func not in (torch.max, Tensor.max, torch.min, Tensor.min):
+            return False
+        return "dim" not in kwargs and not (len(args) > 1 and isinstance(args[1], int))
+
+    def _with_values(self, result: Any, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> Any:
+        scores: Tensor = args[0] if args else kwargs["input"]
+        takes_count = func in (torch.topk, Tensor.topk)
+        place = 2 if takes_count else 1
+        dim = kwargs.get("dim", args[place] if len(args) > place and isinstance(args[place], int) else -1)
+        index = self._choice(lambda: result[1])
+        # max and min take the dimension away unless they are told to keep it.
+        removed = index.ndim < scores.ndim
+        # Both passes take the values in the same way, so that they keep the same tensors for the backward.
+        values = scores.gather(dim, index.unsqueeze(dim) if removed else index)
+        values = values.squeeze(dim) if removed else values
+        if out is not None:
+            for given, part in zip(out, (values, index), strict=True):
+                given.resize_(part.shape).copy_(part)
+            values, index = out
+        return torch.return_types.topk((values, index)) if takes_count else _pair(func)((values, index))
 
     def _choice(self, choose: Callable[[], Tensor]) -> Tensor:
         if self.replay:
             self.position += 1
             return self.kept[self.position - 1].clone()
-        chosen = choose()
+        with torch.no_grad():  # the values of a sort, which nobody sees, would be saved for the backward
+            chosen = choose()
         self.kept.append(chosen.clone())  # a model may change its own in place
         return chosen
 
-    def _topk(
-        self, scores: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, **kwargs: Any
-    ) -> Any:
-        index = self._choice(lambda: torch.topk(scores.detach(), k, dim, largest, sorted).indices)
-        # Both passes take the values in the same way, so that they keep the same tensors for the backward.
-        return torch.return_types.topk((scores.gather(dim, index), index))
+
+def _pair(func: Any) -> Callable[[tuple[Tensor, Tensor]], Any]:
+    name = func.__name__
+    return {"sort": torch.return_types.sort, "max": torch.return_types.max, "min": torch.return_types.min}[name]

@@ -22,8 +22,8 @@ class RoutedExperts:
 
     Attributes:
         watch: Where it marks that this rank is in it.
-        load: ``[E]`` int64 choices of this rank's tokens for each expert of the whole module, summed over the training
-            forwards; ``None`` before the first. Recomputed forwards and evaluation do not count.
+        load: ``[E]`` int64 choices of this rank's tokens for each expert of the whole module, summed over the
+            forwards in training mode; ``None`` before the first. Recomputed forwards and evaluation do not count.
     """
 
     def __init__(
@@ -98,6 +98,11 @@ class RoutedExperts:
         return out_TH if hidden_states.ndim == 2 else out_TH.view(hidden_states.shape).clone()
 
     def _mark_backward(self, _: Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{self.name}: gradients of gradients (create_graph=True) are not supported by strategy='moe_ep';"
+                " compute the penalty without create_graph, or train without the strategy"
+            )
         self.watch.place = self._in_backward
 
     def _compute(self, rows: Tensor, tokens_per_expert: Tensor, tokens_per_expert_host: list[int] | None) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_moe.nn import GroupedExperts
+from lightning_moe.nn import GroupedExperts, MoE
 from lightning_moe.parallel.recompute import checkpoint_block, in_recompute
 from tests import tiny
 from tests.harness import in_subprocess, run_ranks, run_ranks_expecting_error
@@ -97,43 +97,75 @@ def test_loads_auxiliary_loss_and_random_state_are_those_without_recompute() -> 
     assert exchanged["full"] > exchanged["none"], "and done again where it is not"
 
 
+def buffered(scores: Tensor) -> tuple[Tensor, Tensor]:
+    values, index = torch.empty(len(scores), 2), torch.empty(len(scores), 2, dtype=torch.long)
+    torch.topk(scores.detach(), 2, out=(values, index))
+    return scores.gather(1, index), index
+
+
+def drawn(scores: Tensor) -> tuple[Tensor, Tensor]:
+    index = torch.multinomial(scores, 2)
+    return torch.nn.functional.dropout(scores.gather(1, index), 0.2), index
+
+
+# Ways to choose two experts, as routers do.
+CHOICES: dict[str, Any] = {
+    "topk": lambda scores: scores.topk(2, dim=-1),
+    "topk by names": lambda scores: torch.topk(input=scores, k=2, dim=1),
+    "topk into buffers": buffered,
+    "sort": lambda scores: tuple(part[:, :2] for part in scores.sort(-1, descending=True)),
+    "argsort": lambda scores: (scores.gather(1, i := scores.argsort(-1, descending=True)[:, :2]), i),
+    "argmax": lambda scores: (scores.gather(1, i := scores.argmax(-1, keepdim=True)), i),
+    "max": lambda scores: tuple(part.unsqueeze(1) for part in scores.max(-1)),
+    "max, kept": lambda scores: tuple(torch.max(scores, 1, keepdim=True)),
+    "a draw": drawn,
+}
+
+
 class Undecided(nn.Module):
     """A router that would choose other experts the second time that it is asked."""
 
-    def __init__(self) -> None:
+    def __init__(self, choose: str) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(8, 16))
+        self.choose = CHOICES[choose]
         self.asked = 0
+        self.undecided = True
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = x @ self.weight.t()
         noise = torch.rand(logits.shape, generator=torch.Generator().manual_seed(self.asked))
-        self.asked += 1
-        scores = (logits + noise).softmax(-1)
-        weights, index = scores.topk(2, dim=-1)
-        weights /= weights.sum(-1, keepdim=True)  # in place, as many models do
-        return logits, weights, index
+        self.asked += self.undecided
+        scores = (logits - logits.max() + noise).softmax(-1)
+        values, index = self.choose(scores)
+        weights = values * 1
+        weights /= weights.sum(-1, keepdim=True) + 1e-6  # in place, as many models do
+        return logits, torch.maximum(weights, weights.min() * 0), index
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, choose: str) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(16)
-        self.router = Undecided()
+        self.router = Undecided(choose)
         self.experts = GroupedExperts(8, 16, 8)
         self.chosen: list[list[Any]] = []
+        self.drawn: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         _, weights, index = self.router(self.norm(x))
         self.chosen.append([in_recompute(), index.tolist()])
+        noise = torch.rand(4)
+        self.drawn.append(noise)
         # Not the last operation of the block, so that the recomputation has to pass the experts.
-        return x + torch.tanh(self.experts(x, index, weights))
+        return x + torch.tanh(self.experts(x, index, weights)) * noise.sum()
 
 
+@pytest.mark.parametrize("choose", CHOICES)
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_recompute_takes_the_experts_of_the_forward(mode: Any) -> None:
+def test_recompute_takes_the_experts_of_the_forward(mode: Any, choose: str) -> None:
     torch.manual_seed(0)
-    block, x = Block(), torch.randn(12, 16, requires_grad=True)
+    block, x = Block(choose), torch.randn(12, 16, requires_grad=True)
     checkpoint_block(block, mode)
     for _ in range(2):
         block(x).square().sum().backward()
@@ -142,6 +174,45 @@ def test_recompute_takes_the_experts_of_the_forward(mode: Any) -> None:
     assert first[1] == second[1]
     assert third[1] == fourth[1]
     assert first[1] != third[1], "the router must be undecided for this to mean anything"
+    assert torch.equal(block.drawn[0], block.drawn[1])
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_two_backward_passes_of_one_graph(mode: Any) -> None:
+    torch.manual_seed(0)
+    block, x = Block("topk"), torch.randn(12, 16, requires_grad=True)
+    block.router.undecided = False
+    checkpoint_block(block, mode)
+    out = block(x)
+    out.sum().backward(retain_graph=True)
+    first = x.grad.clone()
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, 2 * first)
+
+
+class Penalty(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = MoE(8, 8, 4, 2)
+
+    def training_step(self, x: Tensor, index: int) -> Tensor:
+        x = x.requires_grad_()
+        loss = self.layer(x).square().mean()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.square().sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_penalty() -> None:
+    trainer = tiny.trainer(tiny.moe_ep(expert_parallel_size=2), devices=2, max_steps=1)
+    trainer.fit(Penalty(), torch.utils.data.DataLoader(torch.randn(4, 8), batch_size=2))
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    errors = run_ranks_expecting_error(fit_penalty, 2, timeout=60)
+    assert all("create_graph=True" in error for error in errors), errors
 
 
 class InPlace(nn.Module):
