@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_moe.cli import main
+from lightning_moe.cli_errors import RefusedError
 from lightning_moe.nn import MoE, TopKRouter
 from lightning_moe.verify import run
 from lightning_moe.verify.batches import MergeError, merge
@@ -77,6 +78,7 @@ class Toy(pl.LightningModule):
         if self.fault == "forward":
             torch.manual_seed(self.global_rank)
             logits = logits * torch.rand(logits.shape)
+        logits = logits * {"nothing": 0.0, "not a number": float("nan")}.get(self.fault, 1.0)
         self.logger.experiment.add_scalar("needs", "a logger", index)
         # A mean over this rank's own valid tokens.
         return cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
@@ -264,6 +266,19 @@ def test_a_fault_is_found_and_the_part_that_it_is_in_is_named(
         (row,) = [row for row in verdict.comparison.failed if (row.quantity, row.group) == ("gradient", fault)]
         assert row.worst is not None
         assert row.worst.startswith(f"net.moe.{fault}.")
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("nothing", "every gradient of one process is zero, so that there is nothing to compare"),
+        ("not a number", "the loss of one process is nan at step 1"),
+    ],
+)
+def test_equal_nothings_are_not_called_the_same(verify: Callable[..., Verdict], fault: str, said: str) -> None:
+    with pytest.raises(RefusedError) as refused:
+        verify(config(fault=fault))
+    assert said in refused.value.reason
 
 
 def test_a_loss_that_is_a_mean_over_each_ranks_tokens_is_told_from_a_fault(verify: Callable[..., Verdict]) -> None:

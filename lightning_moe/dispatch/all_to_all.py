@@ -142,15 +142,20 @@ class AllToAllDispatcher(Dispatcher):
         if deduplicate not in (True, False, "auto"):
             raise ValueError(f"deduplicate={deduplicate!r} is not known; allowed are True, False and 'auto'")
         self.deduplicate = deduplicate
+        self._transport: OncePerRank | None = None
+
+    @override
+    def setup(self, group: ProcessGroup | None, *, num_experts: int, **module: Any) -> None:
+        super().setup(group, num_experts=num_experts, **module)
+        self._transport = None if group is None else OncePerRank(group, num_experts)
 
     @override
     def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Dispatched:
         if self.group is None:
             raise RuntimeError("dispatcher='all_to_all' was set up without a process group; 'local' needs none")
         if self._once_per_rank(hidden_states, top_k_index.shape[1]):
-            chosen = count_experts(top_k_index, self.num_experts)[1:]
-            transport = OncePerRank(self.group, self.num_experts)
-            dispatched = dispatch_through(transport, hidden_states, top_k_index, top_k_weights, chosen)
+            assert self._transport is not None
+            dispatched = dispatch_through(self._transport, hidden_states, top_k_index, top_k_weights, self.num_experts)
             self._count(dispatched.state.handle.send, hidden_states, _BYTES_A_CHOICE * top_k_index.shape[1])
             return dispatched
         num_ranks, num_local = self.group.size(), self.num_local_experts

@@ -8,7 +8,7 @@ from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from lightning_moe.dispatch.collectives import all_to_all_rows
-from lightning_moe.dispatch.permute import Routing, count_experts, rows_to_tokens, tokens_to_rows
+from lightning_moe.dispatch.permute import Routing, rows_to_tokens, tokens_to_rows
 from lightning_moe.dispatch.transport import Received, Transport
 from lightning_moe.mesh import experts_per_rank
 
@@ -45,10 +45,10 @@ class OncePerRank(Transport):
         self.num_local = held[group.rank()]
 
     @override
-    def send(self, rows: Tensor, index: Tensor, weights: Tensor) -> Received:
+    def send(self, rows: Tensor, index: Tensor, weights: Tensor, choices_per_expert: Tensor) -> Received:
         rank_of_choice = torch.div(index, self.block, rounding_mode="floor")
         goes = self._goes(rank_of_choice)
-        send, by_source, received = self._exchange_counts(index, goes)
+        send, by_source, received = self._exchange_counts(choices_per_expert, goes)
         receive = [counts[-1] for counts in by_source]
         visits, rank_of_row = order_visits(goes, sum(send), index.shape[1])
         token = visits.token_of_row
@@ -86,13 +86,12 @@ class OncePerRank(Transport):
         goes = rank_of_choice.new_zeros((rank_of_choice.shape[0], self.num_ranks + 1), dtype=torch.bool)
         return goes.scatter_(1, rank_of_choice + 1, True)[:, 1:]  # column 0 takes the dropped choices
 
-    def _exchange_counts(self, index: Tensor, goes: Tensor) -> tuple[list[int], list[list[int]], Tensor]:
+    def _exchange_counts(self, sent: Tensor, goes: Tensor) -> tuple[list[int], list[list[int]], Tensor]:
         """Tell each rank how many rows it gets for each of its experts, and in all.
 
         Returns:
             Rows to each rank; for each rank the counts that it sent, its rows in all last; and these as a tensor.
         """
-        sent = count_experts(index, self.num_experts)[1:]
         padded = sent.new_zeros(self.num_ranks * self.block)
         padded[: self.num_experts] = sent
         rows = goes.sum(0)

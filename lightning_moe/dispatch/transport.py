@@ -14,7 +14,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_moe.dispatch.base import Dispatched
-from lightning_moe.dispatch.permute import Routing, make_routing, rows_to_tokens, sort_choices, tokens_to_rows
+from lightning_moe.dispatch.permute import (
+    Routing,
+    count_experts,
+    make_routing,
+    rows_to_tokens,
+    sort_choices,
+    tokens_to_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -42,13 +49,14 @@ class Transport(ABC):
     """Moves tokens between the ranks of one group. Every call is collective; none is differentiable."""
 
     @abstractmethod
-    def send(self, rows: Tensor, index: Tensor, weights: Tensor) -> Received:
+    def send(self, rows: Tensor, index: Tensor, weights: Tensor, choices_per_expert: Tensor) -> Received:
         """Send each token once to each rank that holds one of its experts.
 
         Args:
             rows: ``[T, H]``; ``T`` may be 0 and may differ between ranks.
             index: ``[T, K]`` int64 experts of the whole module, -1 for a dropped choice.
             weights: ``[T, K]`` float32.
+            choices_per_expert: ``[E]`` int64 how often ``index`` names each expert.
         """
 
     @abstractmethod
@@ -90,7 +98,7 @@ class Journey:
 
 
 def dispatch_through(
-    transport: Transport, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, choices_per_expert: Tensor
+    transport: Transport, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, num_experts: int
 ) -> Dispatched:
     """Send tokens to the ranks of their experts, and copy those received to the experts of this rank. Collective.
 
@@ -99,13 +107,14 @@ def dispatch_through(
         hidden_states: ``[T, H]``.
         top_k_index: ``[T, K]`` int64; -1 drops the choice.
         top_k_weights: ``[T, K]``.
-        choices_per_expert: ``[E]`` int64 choices of this rank's own tokens.
+        num_experts: Experts of the whole module.
 
     Returns:
         The rows of this rank's experts; its ``state`` is a :class:`Journey`.
     """
     arrival: list[Received] = []
-    rows, weights = _Send.apply(hidden_states, top_k_weights.float(), top_k_index, transport, arrival)
+    chosen = count_experts(top_k_index, num_experts)[1:]
+    rows, weights = _Send.apply(hidden_states, top_k_weights.float(), (top_k_index, chosen), transport, arrival)
     (received,) = arrival
     order = sort_choices(received.index)
     host = received.tokens_per_expert_host
@@ -115,7 +124,7 @@ def dispatch_through(
         row_weights=weights.reshape(-1).index_select(0, local.order),
         tokens_per_expert=received.tokens_per_expert,
         tokens_per_expert_host=host,
-        choices_per_expert=choices_per_expert,
+        choices_per_expert=chosen,
         state=Journey(transport, received.handle, local),
     )
 
@@ -125,9 +134,15 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, weights: Tensor, index: Tensor, transport: Transport, arrival: list[Received]
+        ctx: Any,
+        rows: Tensor,
+        weights: Tensor,
+        choices: tuple[Tensor, Tensor],
+        transport: Transport,
+        arrival: list[Received],
     ) -> tuple[Tensor, Tensor]:
-        received = transport.send(rows, index, weights)
+        index, per_expert = choices
+        received = transport.send(rows, index, weights, per_expert)
         arrival.append(received)
         ctx.transport, ctx.handle = transport, received.handle
         return received.rows, received.weights

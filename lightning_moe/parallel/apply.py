@@ -130,13 +130,7 @@ def shard_module(
             # Resharded after the forward as the blocks are, where FSDP2 by itself would keep them gathered: a forward
             # that no backward follows would leave a copy behind that goes stale, and stand in for the parameters.
             sharder.shard(root, policy.outer())
-    for submodule in module.modules():
-        if isinstance(submodule, FSDPModule):
-            # Sum the gradients over all ranks, for experts and dense weights alike. The 1/data-parallel size that turns
-            # the sum into a mean is in the loss. It is the one setting that is right for every layout and backend: a
-            # divide factor other than the group's size fails on gloo, and on a group of one rank divides twice.
-            submodule.set_gradient_divide_factor(1.0)
-            submodule.set_force_sum_reduction_for_comms(True)
+    _sum_gradients(module)
     for found, forward in zip(experts, routed, strict=True):
         found.spec.install(found.module, torch.compiler.disable(forward.__call__) if options.compile else forward)
     install_adapters(module, [found.module for found in experts], compiled=options.compile)
@@ -147,6 +141,19 @@ def shard_module(
     sharded = Sharded(meshes.layout, policy, options, tuple(routed), tuple(notes))
     object.__setattr__(module, _SHARDED, sharded)
     return sharded
+
+
+def _sum_gradients(module: nn.Module) -> None:
+    """Sum the gradients over all ranks, for experts and dense weights alike.
+
+    The 1/data-parallel size that turns the sum into a mean is in the loss. It is the one setting that is right for
+    every layout and backend: a divide factor other than the group's size fails on gloo, and on a group of one rank
+    divides twice.
+    """
+    for submodule in module.modules():
+        if isinstance(submodule, FSDPModule):
+            submodule.set_gradient_divide_factor(1.0)
+            submodule.set_force_sum_reduction_for_comms(True)
 
 
 def _choose_backends(

@@ -6,7 +6,7 @@ wait for rows that nobody sends. So the choice of experts is always kept, whatev
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ CHECKPOINTING: tuple[str, ...] = get_args(ActivationCheckpointing)
 # results of linear layers: models change those in place, which a kept tensor does not survive.
 _KEPT = ("lightning_moe::all_to_all_rows", "aten::_scaled_dot_product_")
 
+_T = TypeVar("_T")
 # Around the forward, and around its recomputation.
 _Pair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -93,9 +94,9 @@ def _keep_nothing() -> _Pair:
 
 
 def _keep_costly() -> _Pair:
-    kept: list[_Kept] = []
+    tape: _Tape[_Kept] = _Tape()
     forward, again = _keep_routing()
-    return _Both(_Costly(kept, replay=False), forward), _Both(_Costly(kept, replay=True), again)
+    return _Both(_Costly(tape, replay=False), forward), _Both(_Costly(tape, replay=True), again)
 
 
 class _Both(AbstractContextManager[None]):
@@ -117,8 +118,26 @@ class _Both(AbstractContextManager[None]):
 
 
 def _keep_routing() -> _Pair:
-    kept: list[Tensor] = []
-    return _Choices(kept, replay=False), _Choices(kept, replay=True)
+    tape: _Tape[Tensor] = _Tape()
+    return _Choices(tape, replay=False), _Choices(tape, replay=True)
+
+
+class _Tape(Generic[_T]):
+    """What a forward keeps, in order, and how far its recomputation has come. A graph may be walked more than once."""
+
+    def __init__(self) -> None:
+        self._kept: list[_T] = []
+        self._position = 0
+
+    def rewind(self) -> None:
+        self._position = 0
+
+    def keep(self, what: _T) -> None:
+        self._kept.append(what)
+
+    def next(self) -> _T:
+        self._position += 1
+        return self._kept[self._position - 1]
 
 
 class _Kept(NamedTuple):
@@ -136,15 +155,14 @@ class _Costly(TorchDispatchMode):
     weights in one that it still has in the other.
     """
 
-    def __init__(self, kept: list[_Kept], *, replay: bool) -> None:
+    def __init__(self, tape: "_Tape[_Kept]", *, replay: bool) -> None:
         super().__init__()
-        self.kept = kept
+        self.tape = tape
         self.replay = replay
-        self.position = 0
 
     @override
     def __enter__(self) -> Any:
-        self.position = 0
+        self.tape.rewind()
         return super().__enter__()
 
     @override
@@ -157,10 +175,9 @@ class _Costly(TorchDispatchMode):
             # Detached here, below autograd: the kept tensors hold no graph.
             leaves, structure = tree_flatten(result)
             leaves = _detached(leaves)
-            self.kept.append(_Kept(leaves, _versions(leaves), structure))
+            self.tape.keep(_Kept(leaves, _versions(leaves), structure))
             return result
-        kept = self.kept[self.position]
-        self.position += 1
+        kept = self.tape.next()
         if _versions(kept.leaves) != kept.versions:
             raise RuntimeError(
                 f"activation_checkpointing='selective' keeps the result of {func.name()}, but the model changed it in"
@@ -191,15 +208,14 @@ class _Choices(TorchFunctionMode):
     Watching functions costs a fraction of watching every operator of a block, as selective checkpointing does.
     """
 
-    def __init__(self, kept: list[Tensor], *, replay: bool) -> None:
+    def __init__(self, tape: "_Tape[Tensor]", *, replay: bool) -> None:
         super().__init__()
-        self.kept = kept
+        self.tape = tape
         self.replay = replay
-        self.position = 0
 
     @override
     def __enter__(self) -> Any:
-        self.position = 0
+        self.tape.rewind()
         return super().__enter__()
 
     @override
@@ -245,11 +261,10 @@ class _Choices(TorchFunctionMode):
 
     def _choice(self, choose: Callable[[], Tensor]) -> Tensor:
         if self.replay:
-            self.position += 1
-            return self.kept[self.position - 1].clone()
+            return self.tape.next().clone()
         with torch.no_grad():  # the values of a sort, which nobody sees, would be saved for the backward
             chosen = choose()
-        self.kept.append(chosen.clone())  # a model may change its own in place
+        self.tape.keep(chosen.clone())  # a model may change its own in place
         return chosen
 
 

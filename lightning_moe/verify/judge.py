@@ -1,6 +1,7 @@
 """Which runs a verdict needs, and what follows from them."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -120,8 +121,10 @@ class Judge:
     def _compare(self, layout: Record, reference: Reference) -> Comparison:
         rounded = Reference(reference.by_rank, rounded=True)
         moved = Record(self._folder / rounded.name) if self._error(rounded) is None else None
+        one = Record(self._folder / reference.name)
+        _check_evidence(one)
         try:
-            found = compare(layout, Record(self._folder / reference.name), moved, self._tolerance)
+            found = compare(layout, one, moved, self._tolerance)
         except ValueError as error:
             raise RefusedError(str(error)) from error
         if all(row.result == "unclear" for row in found.rows if row.quantity == "gradient"):
@@ -146,6 +149,26 @@ class Judge:
                 f"rounding in {layout.precision} hides small errors; --trainer.precision 32-true shows the most"
             )
         return notes
+
+
+def _check_evidence(reference: Record) -> None:
+    """Refuse a reference that equals anything, or nothing.
+
+    Raises:
+        RefusedError: If all its gradients are zero, or a loss or norm is not finite.
+    """
+    for quantity, values in (("loss", reference.losses), ("gradient norm", reference.norms)):
+        step = next((number for number, value in enumerate(values, 1) if not math.isfinite(value)), None)
+        if step is not None:
+            raise RefusedError(
+                f"the {quantity} of one process is {values[step - 1]} at step {step}, so that nothing can be compared",
+                "Lower the learning rate, or check the data and the model",
+            )
+    if not any(reference.norms):
+        raise RefusedError(
+            "every gradient of one process is zero, so that there is nothing to compare",
+            "Check that the loss depends on the parameters that the optimizer has",
+        )
 
 
 _BY_RANK = "Lightning's own, the batch of each rank as a micro-batch"

@@ -84,28 +84,6 @@ def test_the_stand_in_has_the_signatures_of_the_release(release: str) -> None:
 # The same as a dense computation
 
 
-def through(dispatcher: DeepEPDispatcher, case: str, dtype: torch.dtype, rank: int, world: int) -> dict[str, Tensor]:
-    index, weights = parity.routing(case, rank, world)
-    hidden = parity.tokens_of(rank, len(index)).to(dtype).requires_grad_()
-    weights = weights.requires_grad_()
-    local = parity.expert_weights().chunk(world)[rank].to(dtype).requires_grad_()
-    d = dispatcher.dispatch(hidden, index, weights)
-    assert d.rows.shape == (int(d.tokens_per_expert.sum()), H)
-    assert d.rows.isfinite().all()
-    assert d.row_weights.isfinite().all()
-    assert (d.rows.dtype, d.row_weights.dtype, d.tokens_per_expert.dtype) == (dtype, torch.float32, torch.int64)
-    assert d.tokens_per_expert_host == d.tokens_per_expert.tolist()
-    assert d.choices_per_expert.tolist() == [int((index == e).sum()) for e in range(E)]
-    rows = parity.compute(d.rows, d.tokens_per_expert, local) * d.row_weights[:, None].to(dtype)
-    out = dispatcher.combine(rows, d.state)
-    assert (out[(index < 0).all(1)] == 0).all()
-    out.square().sum().backward()
-    with torch.no_grad():
-        again = dispatcher.dispatch(hidden, index, weights)
-    assert torch.equal(again.rows, d.rows)
-    return {"out": out.detach(), "hidden": hidden.grad, "weights": weights.grad, "experts": local.grad}
-
-
 def all_cases(release: str) -> dict[tuple[str, torch.dtype], dict[str, Tensor]]:
     library, rank, world = begin(release)
     parity.H = H
@@ -114,7 +92,7 @@ def all_cases(release: str) -> dict[tuple[str, torch.dtype], dict[str, Tensor]]:
         library.dtypes = (dtype,)
         dispatcher = on_cpu(release)
         for case in cases:
-            results[case, dtype] = through(layer(dispatcher, dtype), case, dtype, rank, world)
+            results[case, dtype] = parity.through(layer(dispatcher, dtype), case, dtype, rank, world)
         gc.collect()
         assert not library.routes, "handles that nobody needs"
         dispatcher.finalize()
@@ -155,7 +133,8 @@ def what_arrives(release: str) -> None:
     served = layer(on_cpu(release))
     hidden, index, weights = random_call(rank, 7)
     index[0], index[1, 1] = -1, -1
-    received = served._transport.send(hidden, index, weights)
+    chosen = torch.bincount(index.flatten() + 1, minlength=E + 1)[1:]
+    received = served._transport.send(hidden, index, weights, chosen)
     assert (received.index >= -1).all()
     assert (received.index < E // world).all()
     assert (received.weights[received.index < 0] == 0).all()

@@ -63,30 +63,39 @@ def build(name: str, world: int) -> Dispatcher:
     return build_dispatcher(name, world).for_layer()
 
 
-def dispatched(name: str, case: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo")
-    dispatcher = build(name, world)
-    dispatcher.setup(dist.group.WORLD, num_experts=E, hidden_size=H, dtype=dtype)
+def through(dispatcher: Dispatcher, case: str, dtype: torch.dtype, rank: int, world: int) -> dict[str, Tensor]:
+    """One rank's outputs and gradients of a case."""
     index, weights = routing(case, rank, world)
     hidden = tokens_of(rank, len(index)).to(dtype).requires_grad_()
     weights = weights.requires_grad_()
     local = expert_weights().chunk(world)[rank].to(dtype).requires_grad_()
     d = dispatcher.dispatch(hidden, index, weights)
     assert d.rows.shape == (int(d.tokens_per_expert.sum()), H)
-    assert d.rows.dtype == dtype
-    assert d.row_weights.dtype == torch.float32
+    assert d.rows.isfinite().all()
+    assert d.row_weights.isfinite().all()
+    assert (d.rows.dtype, d.row_weights.dtype, d.tokens_per_expert.dtype) == (dtype, torch.float32, torch.int64)
     assert d.tokens_per_expert_host in (None, d.tokens_per_expert.tolist())
     assert d.tokens_per_expert.shape == (E // world,)
+    assert d.choices_per_expert.tolist() == [int((index == e).sum()) for e in range(E)]
     rows = compute(d.rows, d.tokens_per_expert, local) * d.row_weights[:, None].to(dtype)
     out = dispatcher.combine(rows, d.state)
+    assert (out[(index < 0).all(1)] == 0).all()
     out.square().sum().backward()
     with torch.no_grad():  # leaves nothing behind that the next call would trip over
         again = dispatcher.dispatch(hidden, index, weights)
     assert torch.equal(again.rows, d.rows)
+    return {"out": out.detach(), "hidden": hidden.grad, "weights": weights.grad, "experts": local.grad}
+
+
+def dispatched(name: str, case: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    dispatcher = build(name, world)
+    dispatcher.setup(dist.group.WORLD, num_experts=E, hidden_size=H, dtype=dtype)
+    result = through(dispatcher, case, dtype, rank, world)
     dispatcher.finalize()
     dispatcher.finalize()
-    return {"out": out, "hidden": hidden.grad, "weights": weights.grad, "experts": local.grad}
+    return result
 
 
 def dense(case: str, world: int) -> list[dict[str, Tensor]]:

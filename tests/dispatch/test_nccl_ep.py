@@ -63,32 +63,10 @@ def test_the_stand_in_has_the_signatures_of_the_release(version: str) -> None:
 # The same as a dense computation
 
 
-def through(dispatcher: NcclEpDispatcher, case: str, dtype: torch.dtype, rank: int, world: int) -> dict[str, Tensor]:
-    index, weights = parity.routing(case, rank, world)
-    hidden = parity.tokens_of(rank, len(index)).to(dtype).requires_grad_()
-    weights = weights.requires_grad_()
-    local = parity.expert_weights().chunk(world)[rank].to(dtype).requires_grad_()
-    d = dispatcher.dispatch(hidden, index, weights)
-    assert d.rows.shape == (int(d.tokens_per_expert.sum()), parity.H)
-    assert d.rows.isfinite().all()
-    assert d.row_weights.isfinite().all()
-    assert (d.rows.dtype, d.row_weights.dtype, d.tokens_per_expert.dtype) == (dtype, torch.float32, torch.int64)
-    assert d.tokens_per_expert_host == d.tokens_per_expert.tolist()
-    assert d.choices_per_expert.tolist() == [int((index == e).sum()) for e in range(E)]
-    rows = parity.compute(d.rows, d.tokens_per_expert, local) * d.row_weights[:, None].to(dtype)
-    out = dispatcher.combine(rows, d.state)
-    assert (out[(index < 0).all(1)] == 0).all()
-    out.square().sum().backward()
-    with torch.no_grad():
-        again = dispatcher.dispatch(hidden, index, weights)
-    assert torch.equal(again.rows, d.rows)
-    return {"out": out, "hidden": hidden.grad, "weights": weights.grad, "experts": local.grad}
-
-
 def all_cases(version: str, options: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
     _, rank, world = begin(version)
     dispatcher = OnGloo(**options)
-    results = {case: through(layer(dispatcher), case, torch.float32, rank, world) for case in parity.CASES}
+    results = {case: parity.through(layer(dispatcher), case, torch.float32, rank, world) for case in parity.CASES}
     dispatcher.finalize()
     return results
 
@@ -116,7 +94,7 @@ def test_same_as_dense(version: str, world: int, options: dict[str, Any]) -> Non
 def in_bfloat16(version: str, width: int) -> dict[str, Tensor]:
     _, rank, world = begin(version, (torch.bfloat16,))
     parity.H = width
-    return through(layer(OnGloo(), torch.bfloat16), "random", torch.bfloat16, rank, world)
+    return parity.through(layer(OnGloo(), torch.bfloat16), "random", torch.bfloat16, rank, world)
 
 
 @pytest.mark.parametrize("version", ["2.18.0", "2.20.2"])

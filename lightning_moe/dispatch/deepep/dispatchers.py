@@ -14,7 +14,6 @@ from lightning_moe.dispatch.deepep.shared import BufferTransport, Layer, Options
 from lightning_moe.dispatch.deepep.v1 import V1Transport
 from lightning_moe.dispatch.deepep.v2 import V2Transport
 from lightning_moe.dispatch.deepep.v2_5 import V25Transport
-from lightning_moe.dispatch.permute import count_experts
 from lightning_moe.dispatch.transport import dispatch_through
 from lightning_moe.optional import probe
 
@@ -108,8 +107,7 @@ class DeepEPDispatcher(Dispatcher):
         if hidden_states.dtype not in self.caps.payload_dtypes:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.caps.payload_dtypes)
             raise ValueError(f"dispatcher={self.name!r} moves rows of {allowed}, got {hidden_states.dtype}")
-        chosen = count_experts(top_k_index, self.num_experts)[1:]
-        return dispatch_through(self._transport, hidden_states, top_k_index, top_k_weights, chosen)
+        return dispatch_through(self._transport, hidden_states, top_k_index, top_k_weights, self.num_experts)
 
     @override
     def combine(self, expert_rows: Tensor, state: Any) -> Tensor:

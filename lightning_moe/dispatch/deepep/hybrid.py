@@ -62,7 +62,7 @@ class HybridTransport(BufferTransport):
         )
 
     @override
-    def send(self, rows: Tensor, index: Tensor, weights: Tensor) -> Received:
+    def send(self, rows: Tensor, index: Tensor, weights: Tensor, choices_per_expert: Tensor) -> Received:
         layer = self.layer
         key = (layer.group, layer.hidden_size, layer.num_local)
         most, capacity = self.agree(key, rows.shape[0], rows.device)

@@ -68,7 +68,7 @@ class V1Transport(BufferTransport):
         return self.buffer_class(group=self.layer.group, num_nvl_bytes=nvlink, num_rdma_bytes=rdma, **optional)
 
     @override
-    def send(self, rows: Tensor, index: Tensor, weights: Tensor) -> Received:
+    def send(self, rows: Tensor, index: Tensor, weights: Tensor, choices_per_expert: Tensor) -> Received:
         self.check_call(index.shape[1])
         layer = self.layer
         index = index.to(getattr(self.package, "topk_idx_t", torch.int64)).contiguous()

@@ -41,7 +41,7 @@ class V2Transport(BufferTransport):
         )
 
     @override
-    def send(self, rows: Tensor, index: Tensor, weights: Tensor) -> Received:
+    def send(self, rows: Tensor, index: Tensor, weights: Tensor, choices_per_expert: Tensor) -> Received:
         layer, top_k = self.layer, index.shape[1]
         self.check_call(top_k)
         key = (layer.group, layer.hidden_size, top_k)
