@@ -267,7 +267,7 @@ def _outlasts_the_parent(seconds: float) -> bool:
 def _started_ranks(trainer: Trainer) -> list["subprocess.Popen[bytes]"]:
     """Take over the ranks that Lightning's launcher has started.
 
-    Emptying its list ends its observer, which would kill this process where a rank has failed.
+    Emptying its list ends its observer, which would kill this process some time after a rank has failed.
     """
     started = getattr(trainer.strategy.launcher, "procs", [])
     ranks = [process for process in started if isinstance(process, subprocess.Popen)]

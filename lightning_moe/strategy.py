@@ -26,6 +26,7 @@ from typing_extensions import override
 from lightning_moe.dispatch import Dispatcher, build_dispatcher, check_dispatcher
 from lightning_moe.experts import FoundExperts, check_backend, find_experts
 from lightning_moe.files import replace_path
+from lightning_moe.launcher import ScriptLauncher
 from lightning_moe.loaders import EvenLoaders
 from lightning_moe.mesh import (
     Layout,
@@ -147,6 +148,12 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         return self._sharded.layout
 
     # Set-up
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @override
     def setup_environment(self) -> None:

@@ -354,11 +354,16 @@ def test_a_resumed_run_goes_on_as_the_unbroken_one(tmp_path: Path, distributed: 
 
 # Launchers
 
-SCRIPT = """
+SCRIPT = r"""
 import atexit
+import os
 import torch.distributed as dist
+
+def say(text):
+    os.write(1, f"{text}\n".encode())  # in one piece, which two processes cannot mix
+
 # Registered first, so it runs last: gloo aborts some of the processes that leave with their group alive.
-atexit.register(lambda: print("group alive at exit:", dist.is_initialized(), flush=True))
+atexit.register(lambda: say(f"group alive at exit: {dist.is_initialized()}"))
 import lightning.pytorch as pl
 import torch
 from lightning_moe import ExpertParallelStrategy
@@ -372,7 +377,7 @@ if __name__ == "__main__":
         "moe_ep", devices=2, precision="bf16-mixed", gradient_clip_val=1.0, accumulate_grad_batches=2, max_steps=2
     )
     trainer.fit(module, tiny.loader(tiny.tokens(4), trainer.global_rank, trainer.world_size))
-    print(f"rank {trainer.global_rank} of {trainer.world_size}: {module.losses[-1]:.4f}", flush=True)
+    say(f"rank {trainer.global_rank} of {trainer.world_size}: {module.losses[-1]:.4f}")
 """
 
 
