@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from lightning_moe.in_flight import InFlight, arrived
 from lightning_moe.mesh import experts_per_rank
+
+# The arguments of :meth:`Dispatcher.dispatch`.
+Call = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,28 @@ class Dispatcher(ABC):
         Returns:
             ``[T, H]``; a token without a valid choice gets exact zeros.
         """
+
+    def start(self, calls: Sequence[Call]) -> list[InFlight[Dispatched]]:
+        """Send several batches of tokens off, and let this rank compute while they travel.
+
+        A dispatcher that cannot do that waits for each.
+
+        Args:
+            calls: The arguments of :meth:`dispatch` for each; as many on every rank.
+
+        Returns:
+            What :meth:`dispatch` returns for each, to be waited for in this order.
+        """
+        return [arrived(self.dispatch(*call)) for call in calls]
+
+    def start_combine(self, expert_rows: Tensor, state: Any) -> InFlight[Tensor]:
+        """Send rows back to their tokens, and let this rank go on; the same as :meth:`combine` once it is waited for.
+
+        Args:
+            expert_rows: ``[R, H]`` in the order of :attr:`Dispatched.rows`, routing weights applied.
+            state: :attr:`Dispatched.state` of the same call.
+        """
+        return arrived(self.combine(expert_rows, state))
 
     def finalize(self) -> None:  # noqa: B027 - most dispatchers hold nothing to free
         """Free communication buffers. Collective, idempotent, called before the process group is destroyed."""

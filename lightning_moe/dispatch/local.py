@@ -6,7 +6,14 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe.dispatch.base import Dispatched, Dispatcher, DispatcherCaps
-from lightning_moe.dispatch.permute import count_experts, make_routing, rows_to_tokens, sort_choices, tokens_to_rows
+from lightning_moe.dispatch.permute import (
+    choices_to_rows,
+    count_experts,
+    make_routing,
+    rows_to_tokens,
+    sort_choices,
+    tokens_to_rows,
+)
 
 
 class LocalDispatcher(Dispatcher):
@@ -24,7 +31,7 @@ class LocalDispatcher(Dispatcher):
         routing = make_routing(top_k_index, sorted_choices, counts[1:], sum(tokens_per_expert_host))
         return Dispatched(
             rows=tokens_to_rows(hidden_states, routing),
-            row_weights=top_k_weights.reshape(-1).float().index_select(0, routing.order),
+            row_weights=choices_to_rows(top_k_weights.float(), routing),
             tokens_per_expert=routing.tokens_per_expert,
             tokens_per_expert_host=tokens_per_expert_host,
             choices_per_expert=routing.tokens_per_expert,

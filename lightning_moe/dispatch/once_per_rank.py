@@ -1,16 +1,17 @@
 """The all-to-all as a transport: a token goes once to each rank that holds one of its experts."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from lightning_moe.dispatch.collectives import all_to_all_rows
+from lightning_moe.dispatch.collectives import exchange_tables
+from lightning_moe.dispatch.exchange import ExchangeTransport
 from lightning_moe.dispatch.permute import Routing, rows_to_tokens, tokens_to_rows
-from lightning_moe.dispatch.transport import Received, Transport
-from lightning_moe.mesh import experts_per_rank
+from lightning_moe.dispatch.transport import Received, local_routing
+from lightning_moe.in_flight import InFlight
 
 
 @dataclass(frozen=True)
@@ -21,86 +22,93 @@ class Route:
         send: Rows that go to each rank.
         receive: Rows that come from each rank.
         visits: The order of the rows sent, by rank and then by token; each visit of a token has a slot of its own.
+        rank_of_row: ``[S]`` int64 rank that each row goes to.
+        tokens_per_expert: ``[E_local]`` int64 choices of each expert of this rank.
+        per_expert: The same numbers on the host.
     """
 
     send: list[int]
     receive: list[int]
     visits: Routing
+    rank_of_row: Tensor
+    tokens_per_expert: Tensor
+    per_expert: list[int]
 
 
-class OncePerRank(Transport):
-    """Moves tokens with ``all_to_all_single``. A call waits for the host once, to learn how many rows it receives.
-
-    Args:
-        group: The expert-parallel ranks.
-        num_experts: Experts of the whole module.
-    """
-
-    def __init__(self, group: ProcessGroup, num_experts: int) -> None:
-        self.group = group
-        self.num_experts = num_experts
-        self.num_ranks = group.size()
-        held = experts_per_rank(num_experts, self.num_ranks)
-        self.block = max(held)
-        self.num_local = held[group.rank()]
+class OncePerRank(ExchangeTransport):
+    """Moves tokens with ``all_to_all_single``, with an expert and a weight for each choice."""
 
     @override
-    def send(self, rows: Tensor, index: Tensor, weights: Tensor, choices_per_expert: Tensor) -> Received:
-        rank_of_choice = torch.div(index, self.block, rounding_mode="floor")
-        goes = self._goes(rank_of_choice)
-        send, by_source, received = self._exchange_counts(choices_per_expert, goes)
-        receive = [counts[-1] for counts in by_source]
-        visits, rank_of_row = order_visits(goes, sum(send), index.shape[1])
-        token = visits.token_of_row
-        here = rank_of_choice[token] == rank_of_row.unsqueeze(1)
+    def bytes_beside(self, top_k: int) -> int:
+        return 8 * top_k  # an int32 expert and a float32 weight
+
+    @override
+    def plan(self, index: Sequence[Tensor], choices_per_expert: Sequence[Tensor]) -> list[Route]:
+        goes = [self._goes(choices) for choices in index]
+        table = choices_per_expert[0].new_zeros(len(index), self.num_ranks * self.block)
+        table[:, : self.num_experts] = torch.stack(tuple(choices_per_expert))
+        visits = torch.stack([goes_there.sum(0) for goes_there in goes])
+        table = torch.cat((table.view(-1, self.num_ranks, self.block), visits.unsqueeze(2)), dim=2)
+        sent, told, told_on_device = exchange_tables(table, self.group)
+        routes = []
+        for call, choices in enumerate(index):
+            send, receive = ([line[-1] for line in lines[call]] for lines in (sent, told))
+            per_expert = [sum(counts) for counts in zip(*told[call], strict=True)][: self.num_local]
+            tokens_per_expert = told_on_device[call, :, : self.num_local].sum(0)
+            order, rank_of_row = order_visits(goes[call], sum(send), choices.shape[1])
+            routes.append(Route(send, receive, order, rank_of_row, tokens_per_expert, per_expert))
+        return routes
+
+    @override
+    def send(
+        self, rows: Tensor, index: Tensor, weights: Tensor, choices_per_expert: Tensor, plan: Route, asynchronous: bool
+    ) -> InFlight[Received]:
+        arriving = self.send_again(rows, plan, asynchronous)
+        token = plan.visits.token_of_row
+        here = self._rank_of(index)[token] == plan.rank_of_row.unsqueeze(1)
         # Which of its choices a row is for: the number of the expert on the rank it goes to, -1 for other ranks'.
         local = torch.where(here, index[token] % self.block, -1).to(torch.int32)
         # One message for both: an int32 and a float32 are as wide.
         choices = torch.stack((torch.where(here, weights[token], 0.0).view(torch.int32), local), dim=1)
-        route = Route(send, receive, visits)
-        arrived = self.send_again(rows, route)
-        choices = all_to_all_rows(choices, receive, send, self.group)
-        per_expert_host = [sum(counts) for counts in zip(*by_source, strict=True)][: self.num_local]
-        return Received(
-            rows=arrived,
-            index=choices[:, 1].long(),
-            weights=choices[:, 0].contiguous().view(torch.float32),
-            tokens_per_expert=received[:, : self.num_local].sum(0),
-            tokens_per_expert_host=per_expert_host,
-            handle=route,
-        )
+        arriving_choices = self.start(choices, plan.receive, plan.send, asynchronous)
+
+        def finish() -> Received:
+            came = arriving_choices.wait()
+            return Received(
+                rows=arriving.wait(),
+                weights=came[:, 0].contiguous().view(torch.float32),
+                local=local_routing(came[:, 1].long(), plan.tokens_per_expert, plan.per_expert),
+                tokens_per_expert_host=plan.per_expert,
+                handle=plan,
+                rows_sent=self.elsewhere(plan.send),
+            )
+
+        return InFlight(finish)
 
     @override
-    def send_again(self, rows: Tensor, handle: Route) -> Tensor:
-        return all_to_all_rows(tokens_to_rows(rows, handle.visits), handle.receive, handle.send, self.group)
+    def send_again(self, rows: Tensor, handle: Route, asynchronous: bool) -> InFlight[Tensor]:
+        return self.start(tokens_to_rows(rows, handle.visits), handle.receive, handle.send, asynchronous)
 
     @override
-    def bring_back(self, rows: Tensor, weights: Tensor | None, handle: Route) -> tuple[Tensor, Tensor | None]:
-        def back(received: Tensor) -> Tensor:
-            return rows_to_tokens(all_to_all_rows(received, handle.send, handle.receive, self.group), handle.visits)
+    def bring_back(
+        self, rows: Tensor, weights: Tensor | None, handle: Route, asynchronous: bool
+    ) -> InFlight[tuple[Tensor, Tensor | None]]:
+        parts = [rows] if weights is None else [rows, weights]
+        flights = [self.start(part, handle.send, handle.receive, asynchronous) for part in parts]
 
-        return back(rows), None if weights is None else back(weights)
+        def finish() -> tuple[Tensor, Tensor | None]:
+            home = [rows_to_tokens(flight.wait(), handle.visits) for flight in flights]
+            return home[0], None if weights is None else home[1]
 
-    def _goes(self, rank_of_choice: Tensor) -> Tensor:
+        return InFlight(finish)
+
+    def _rank_of(self, index: Tensor) -> Tensor:
+        return torch.div(index, self.block, rounding_mode="floor")
+
+    def _goes(self, index: Tensor) -> Tensor:
         """``[T, ranks]`` bool: which token visits which rank."""
-        goes = rank_of_choice.new_zeros((rank_of_choice.shape[0], self.num_ranks + 1), dtype=torch.bool)
-        return goes.scatter_(1, rank_of_choice + 1, True)[:, 1:]  # column 0 takes the dropped choices
-
-    def _exchange_counts(self, sent: Tensor, goes: Tensor) -> tuple[list[int], list[list[int]], Tensor]:
-        """Tell each rank how many rows it gets for each of its experts, and in all.
-
-        Returns:
-            Rows to each rank; for each rank the counts that it sent, its rows in all last; and these as a tensor.
-        """
-        padded = sent.new_zeros(self.num_ranks * self.block)
-        padded[: self.num_experts] = sent
-        rows = goes.sum(0)
-        table = torch.cat((padded.view(self.num_ranks, self.block), rows.unsqueeze(1)), dim=1)
-        each = [1] * self.num_ranks
-        received = all_to_all_rows(table, each, each, self.group)
-        on_host: list[int] = torch.cat((rows, received.reshape(-1))).tolist()
-        send, flat, width = on_host[: self.num_ranks], on_host[self.num_ranks :], self.block + 1
-        return send, [flat[start : start + width] for start in range(0, len(flat), width)], received
+        goes = index.new_zeros((index.shape[0], self.num_ranks + 1), dtype=torch.bool)
+        return goes.scatter_(1, self._rank_of(index) + 1, True)[:, 1:]  # column 0 takes the dropped choices
 
 
 def order_visits(goes: Tensor, num_rows: int, top_k: int) -> tuple[Routing, Tensor]:

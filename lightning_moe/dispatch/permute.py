@@ -13,14 +13,15 @@ class Routing:
     """Where each row of a sorted buffer comes from.
 
     Attributes:
-        order: ``[S]`` int64 positions in the flattened ``[T * K]`` choices, sorted by expert and then by token.
+        order: ``[S]`` int64 positions in the flattened ``[T * K]`` choices, sorted by expert and then by token;
+            ``None`` where the tokens are the rows.
         tokens_per_expert: ``[E]`` int64 rows of each expert; sums to ``S``.
         num_tokens: ``T``.
         top_k: ``K``.
         complete: ``S == T * K``: no choice was dropped.
     """
 
-    order: Tensor
+    order: Tensor | None
     tokens_per_expert: Tensor
     num_tokens: int
     top_k: int
@@ -29,6 +30,7 @@ class Routing:
     @cached_property
     def token_of_row(self) -> Tensor:
         """``[S]`` int64 token that each row belongs to."""
+        assert self.order is not None
         return torch.div(self.order, self.top_k, rounding_mode="floor")
 
 
@@ -122,7 +124,7 @@ def tokens_to_rows(tokens: Tensor, routing: Routing) -> Tensor:
     Returns:
         ``[S, H]``, differentiable.
     """
-    return _TokensToRows.apply(tokens, routing)
+    return tokens if routing.order is None else _TokensToRows.apply(tokens, routing)
 
 
 def rows_to_tokens(rows: Tensor, routing: Routing) -> Tensor:
@@ -135,4 +137,18 @@ def rows_to_tokens(rows: Tensor, routing: Routing) -> Tensor:
     Returns:
         ``[T, H]``, differentiable; exact zeros for a token with no row.
     """
-    return _RowsToTokens.apply(rows, routing)
+    return rows if routing.order is None else _RowsToTokens.apply(rows, routing)
+
+
+def choices_to_rows(choices: Tensor, routing: Routing) -> Tensor:
+    """Give each row what belongs to its choice.
+
+    Args:
+        choices: ``[T, K]``.
+        routing: The order of the rows.
+
+    Returns:
+        ``[S]``, differentiable.
+    """
+    flat = choices.reshape(-1)
+    return flat if routing.order is None else flat.index_select(0, routing.order)

@@ -16,14 +16,16 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 from typing_extensions import override
 
+from lightning_moe.in_flight import KEEPER, InFlight, Keeper, arrived
 from lightning_moe.optional import loaded
 
 ActivationCheckpointing = Literal["none", "full", "selective"]
 CHECKPOINTING: tuple[str, ...] = get_args(ActivationCheckpointing)
 
-# What "selective" keeps: attention and what crosses ranks, whose results cost little memory for their time. Not the
-# results of linear layers: models change those in place, which a kept tensor does not survive.
-_KEPT = ("lightning_moe::all_to_all_rows", "aten::_scaled_dot_product_")
+# What "selective" keeps, besides what crosses ranks (`kept` of lightning_moe.in_flight): attention, whose results cost
+# little memory for their time. Not those of linear layers: models change them in place, which a kept tensor does not
+# survive.
+_KEPT = "aten::_scaled_dot_product_"
 
 _T = TypeVar("_T")
 # Around the forward, and around its recomputation.
@@ -94,7 +96,7 @@ def _keep_nothing() -> _Pair:
 
 
 def _keep_costly() -> _Pair:
-    tape: _Tape[_Kept] = _Tape()
+    tape: _Tape[list[_Kept]] = _Tape()
     forward, again = _keep_routing()
     return _Both(_Costly(tape, replay=False), forward), _Both(_Costly(tape, replay=True), again)
 
@@ -143,47 +145,80 @@ class _Tape(Generic[_T]):
 class _Kept(NamedTuple):
     """A result in parts, and how often each tensor had been changed in place when it was kept."""
 
+    what: str
     leaves: list[Any]
     versions: list[int]
     structure: TreeSpec
 
 
-class _Costly(TorchDispatchMode):
-    """Keeps the results of the operators in ``_KEPT``, and repeats them in the recomputation.
+class _Costly(TorchDispatchMode, Keeper):
+    """Keeps the results of the operators in ``_KEPT`` and what crosses ranks, and repeats them in the recomputation.
 
     PyTorch's own selective checkpointing wants every operator of both passes to be the same, but FSDP2 gathers
     weights in one that it still has in the other.
     """
 
-    def __init__(self, tape: "_Tape[_Kept]", *, replay: bool) -> None:
+    def __init__(self, tape: "_Tape[list[_Kept]]", *, replay: bool) -> None:
         super().__init__()
         self.tape = tape
         self.replay = replay
+        self._before: Any = None
 
     @override
     def __enter__(self) -> Any:
         self.tape.rewind()
+        self._before = KEEPER.set(self)
         return super().__enter__()
+
+    @override
+    def __exit__(self, *error: Any) -> Any:
+        KEEPER.reset(self._before)
+        return super().__exit__(*error)
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not func.name().startswith(_KEPT) or "backward" in func.name():
             return func(*args, **kwargs)
-        if not self.replay:
-            result = func(*args, **kwargs)
-            # Detached here, below autograd: the kept tensors hold no graph.
-            leaves, structure = tree_flatten(result)
-            leaves = _detached(leaves)
-            self.tape.keep(_Kept(leaves, _versions(leaves), structure))
-            return result
-        kept = self.tape.next()
-        if _versions(kept.leaves) != kept.versions:
-            raise RuntimeError(
-                f"activation_checkpointing='selective' keeps the result of {func.name()}, but the model changed it in"
-                " place; set activation_checkpointing='full'"
-            )
-        return tree_unflatten(_detached(kept.leaves), kept.structure)
+        return self._kept_as(func.name(), lambda: func(*args, **kwargs))
+
+    @override
+    def keep(self, compute: Callable[[], _T]) -> _T:
+        return self._kept_as("a collective", compute)
+
+    @override
+    def keep_flight(self, send: Callable[[], InFlight[_T]]) -> InFlight[_T]:
+        # Its place on the tape is that of its departure: rows need not arrive in the order in which they left.
+        if self.replay:
+            return arrived(_repeated(self.tape.next()))
+        place: list[_Kept] = []
+        self.tape.keep(place)
+        return send().then(lambda came: _keep_in(place, "a collective", came))
+
+    def _kept_as(self, what: str, compute: Callable[[], _T]) -> _T:
+        if self.replay:
+            return _repeated(self.tape.next())
+        place: list[_Kept] = []
+        self.tape.keep(place)
+        return _keep_in(place, what, compute())
+
+
+def _keep_in(place: list[_Kept], what: str, result: _T) -> _T:
+    # The kept tensors hold no graph.
+    leaves, structure = tree_flatten(result)
+    leaves = _detached(leaves)
+    place.append(_Kept(what, leaves, _versions(leaves), structure))
+    return result
+
+
+def _repeated(place: list[_Kept]) -> Any:
+    (kept,) = place
+    if _versions(kept.leaves) != kept.versions:
+        raise RuntimeError(
+            f"activation_checkpointing='selective' keeps the result of {kept.what}, but the model changed it in"
+            " place; set activation_checkpointing='full'"
+        )
+    return tree_unflatten(_detached(kept.leaves), kept.structure)
 
 
 def _detached(leaves: list[Any]) -> list[Any]:

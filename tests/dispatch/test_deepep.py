@@ -134,12 +134,15 @@ def what_arrives(release: str) -> None:
     hidden, index, weights = random_call(rank, 7)
     index[0], index[1, 1] = -1, -1
     chosen = torch.bincount(index.flatten() + 1, minlength=E + 1)[1:]
-    received = served._transport.send(hidden, index, weights, chosen)
-    assert (received.index >= -1).all()
-    assert (received.index < E // world).all()
-    assert (received.weights[received.index < 0] == 0).all()
-    assert (received.weights[received.index >= 0] > 0).all()
-    assert (received.index.dtype, received.weights.dtype) == (torch.int64, torch.float32)
+    received = served._transport.send(hidden, index, weights, chosen, None, False).wait()
+    here = torch.zeros(received.weights.numel(), dtype=torch.bool)
+    here[slice(None) if received.local.order is None else received.local.order] = True
+    assert received.weights.dtype == torch.float32
+    assert ((received.weights.flatten() > 0) == here).all(), "a choice of another rank has no weight"
+    told = [torch.empty_like(chosen) for _ in range(world)]
+    dist.all_gather(told, chosen)
+    mine = torch.stack(told).sum(0).chunk(world)[rank].tolist()
+    assert received.tokens_per_expert_host == received.local.tokens_per_expert.tolist() == mine
     before = index.clone()
     index.zero_()  # what a caller does with its tensor afterwards changes nothing
     if release != "hybrid":
@@ -237,7 +240,7 @@ def options_given(release: str, options: dict[str, Any]) -> dict[str, Any]:
     library, rank, _ = begin(release)
     served = layer(on_cpu(release, **options))
     d = served.dispatch(*random_call(rank, 4))
-    handle = d.state.handle.handle
+    handle = d.state.way.handle.handle
     return {
         **library.made[0],
         "sms": deepep_v1.Buffer.num_sms if "v1" in release else getattr(handle, "num_sms", None),

@@ -1,26 +1,26 @@
 """The dispatchers over DeepEP, which choose an API by the classes that the installed package has."""
 
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from lightning_moe.dispatch.base import Dispatched, Dispatcher, DispatcherCaps
+from lightning_moe.dispatch.base import DispatcherCaps
 from lightning_moe.dispatch.deepep.hybrid import HybridTransport
 from lightning_moe.dispatch.deepep.shared import BufferTransport, Layer, Options, SharedBuffers
 from lightning_moe.dispatch.deepep.v1 import V1Transport
 from lightning_moe.dispatch.deepep.v2 import V2Transport
 from lightning_moe.dispatch.deepep.v2_5 import V25Transport
-from lightning_moe.dispatch.transport import dispatch_through
+from lightning_moe.dispatch.transport import TransportDispatcher
 from lightning_moe.optional import probe
 
 _CAPS = DispatcherCaps(uneven_experts=False, min_ranks=2, payload_dtypes=(torch.bfloat16,), device_types=("cuda",))
 
 
-class DeepEPDispatcher(Dispatcher):
+class DeepEPDispatcher(TransportDispatcher):
     """Moves rows with DeepEP: a token goes once to each rank that holds one of its experts.
 
     Uses the newest of ``EPBuffer`` (2.5), ``ElasticBuffer`` (2.0) and ``Buffer`` that the installed ``deep_ep`` has.
@@ -96,7 +96,7 @@ class DeepEPDispatcher(Dispatcher):
         self._transport = transport
 
     @override
-    def dispatch(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Dispatched:
+    def transport_for(self, hidden_states: Tensor, top_k: int) -> BufferTransport:
         if self._transport is None:
             raise RuntimeError(f"dispatcher={self.name!r} was not set up; call setup() with the expert-parallel ranks")
         if hidden_states.device.type not in self.caps.device_types:
@@ -107,11 +107,7 @@ class DeepEPDispatcher(Dispatcher):
         if hidden_states.dtype not in self.caps.payload_dtypes:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.caps.payload_dtypes)
             raise ValueError(f"dispatcher={self.name!r} moves rows of {allowed}, got {hidden_states.dtype}")
-        return dispatch_through(self._transport, hidden_states, top_k_index, top_k_weights, self.num_experts)
-
-    @override
-    def combine(self, expert_rows: Tensor, state: Any) -> Tensor:
-        return state.combine(expert_rows)
+        return self._transport
 
     @override
     def finalize(self) -> None:

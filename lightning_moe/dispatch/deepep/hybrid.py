@@ -9,7 +9,9 @@ from torch.nn.functional import pad
 from typing_extensions import override
 
 from lightning_moe.dispatch.deepep.shared import BufferTransport, known
+from lightning_moe.dispatch.permute import Routing
 from lightning_moe.dispatch.transport import Received
+from lightning_moe.in_flight import InFlight, arrived
 
 _ALIGN = 64  # ranks bring a multiple of this many tokens
 
@@ -36,7 +38,8 @@ class Route:
 class HybridTransport(BufferTransport):
     """Every rank brings as many tokens: they are padded with tokens that go nowhere.
 
-    Rows arrive once for each expert and sorted by expert, so each is a visit of its own with one choice.
+    Rows arrive once for each expert and sorted by expert, so each is a visit of its own with one choice. The library
+    has no call that leaves this rank to go on.
     """
 
     class_name = "HybridEPBuffer"
@@ -62,7 +65,9 @@ class HybridTransport(BufferTransport):
         )
 
     @override
-    def send(self, rows: Tensor, index: Tensor, weights: Tensor, choices_per_expert: Tensor) -> Received:
+    def send(
+        self, rows: Tensor, index: Tensor, weights: Tensor, choices_per_expert: Tensor, plan: None, asynchronous: bool
+    ) -> InFlight[Received]:
         layer = self.layer
         key = (layer.group, layer.hidden_size, layer.num_local)
         most, capacity = self.agree(key, rows.shape[0], rows.device)
@@ -74,7 +79,7 @@ class HybridTransport(BufferTransport):
         chosen[: rows.shape[0]].scatter_(1, index + 1, True)
         with self.shared.guard():
             buffer = self.buffer(key, index.shape[1], capacity)
-            arrived, arrived_weights, _, counts, handle = buffer.dispatch_with_permute(
+            came, came_weights, _, counts, handle = buffer.dispatch_with_permute(
                 hidden=_pad(rows, padded),
                 routing_map=chosen[:, 1:].contiguous(),
                 probs=weight_of_expert[:, 1:].contiguous(),
@@ -82,27 +87,30 @@ class HybridTransport(BufferTransport):
             )
         on_host: list[int] = counts.tolist()
         tokens_per_expert = counts.to(device=rows.device, dtype=torch.int64)
-        experts = torch.arange(layer.num_local, device=rows.device)
-        expert_of_row = experts.repeat_interleave(tokens_per_expert, output_size=sum(on_host))
-        return Received(
-            rows=arrived,
-            index=expert_of_row.unsqueeze(1),
-            weights=arrived_weights.unsqueeze(1),
-            tokens_per_expert=tokens_per_expert,
-            tokens_per_expert_host=on_host,
-            handle=Route(buffer, handle, index, padded, sum(on_host)),
+        num_rows = sum(on_host)
+        return arrived(
+            Received(
+                rows=came,
+                weights=came_weights.unsqueeze(1),
+                # A row is a choice of its own, and they lie sorted.
+                local=Routing(None, tokens_per_expert, num_rows, 1, complete=True),
+                tokens_per_expert_host=on_host,
+                handle=Route(buffer, handle, index, padded, num_rows),
+            )
         )
 
     @override
-    def send_again(self, rows: Tensor, handle: Route) -> Tensor:
+    def send_again(self, rows: Tensor, handle: Route, asynchronous: bool) -> InFlight[Tensor]:
         with self.shared.guard():
-            arrived: Tensor = handle.buffer.dispatch_with_permute(
+            came: Tensor = handle.buffer.dispatch_with_permute(
                 hidden=_pad(rows, handle.padded), handle=handle.handle, num_permuted_tokens=handle.num_rows
             )[0]
-        return arrived
+        return arrived(came)
 
     @override
-    def bring_back(self, rows: Tensor, weights: Tensor | None, handle: Route) -> tuple[Tensor, Tensor | None]:
+    def bring_back(
+        self, rows: Tensor, weights: Tensor | None, handle: Route, asynchronous: bool
+    ) -> InFlight[tuple[Tensor, Tensor | None]]:
         num_tokens, valid = handle.index.shape[0], handle.index >= 0
         with self.shared.guard():
             back, of_experts = handle.buffer.combine_with_unpermute(
@@ -113,8 +121,8 @@ class HybridTransport(BufferTransport):
         # Nothing says what it writes for a token that went nowhere, or for an expert that a token did not choose.
         back = torch.where(valid.any(1, keepdim=True), back[:num_tokens], 0.0)
         if weights is None:
-            return back, None
-        return back, torch.where(valid, of_experts[:num_tokens].gather(1, handle.index.clamp_min(0)), 0.0)
+            return arrived((back, None))
+        return arrived((back, torch.where(valid, of_experts[:num_tokens].gather(1, handle.index.clamp_min(0)), 0.0)))
 
 
 def _pad(rows: Tensor, padded: int) -> Tensor:

@@ -8,14 +8,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lightning_moe.dispatch.transport import Transport
+from lightning_moe.dispatch.permute import count_experts
+from lightning_moe.dispatch.transport import Received, Transport, local_routing
+from lightning_moe.in_flight import InFlight
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,12 +65,14 @@ class SharedBuffers:
         capacity: Most tokens of a rank that each was made for.
         broken: A call into the library raised: the other ranks may wait inside it, and closing is collective.
         kept: Buffers that were not closed because of an exception; their destructors may be collective too.
+        combining: The event of the last combine that this rank did not wait for.
     """
 
     opened: dict[Hashable, Any] = field(default_factory=dict)
     capacity: dict[Hashable, int] = field(default_factory=dict)
     broken: bool = False
     kept: list[Any] = field(default_factory=list)
+    combining: Any = None
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -83,6 +89,7 @@ class SharedBuffers:
         Destroys none after an exception: other ranks may never come.
         """
         buffers = list(self.opened.values())
+        self.combining = None
         self.opened.clear()
         self.capacity.clear()
         if self.broken or sys.exc_info()[0] is not None:
@@ -187,6 +194,35 @@ class BufferTransport(Transport):
             self.shared.opened[key] = self.open(capacity, top_k)
         return self.shared.opened[key]
 
+    def received(
+        self, rows: Tensor, index: Tensor, weights: Tensor, tokens_per_expert: list[int], handle: Any
+    ) -> Received:
+        """Sort what a dispatch has brought.
+
+        Args:
+            rows: ``[U, H]``.
+            index: ``[U, K]`` expert of this rank, negative for others, whose weights some versions pass on.
+            weights: ``[U, K]`` float32.
+            tokens_per_expert: Choices of each expert of this rank.
+            handle: The route.
+        """
+        here = index >= 0
+        index = torch.where(here, index, -1).long()
+        counts = count_experts(index, self.layer.num_local)[1:]
+        return Received(
+            rows=rows,
+            weights=torch.where(here, weights, 0.0),
+            local=local_routing(index, counts, tokens_per_expert),
+            tokens_per_expert_host=tokens_per_expert,
+            handle=handle,
+        )
+
+    def one_combine_at_a_time(self) -> None:
+        """Let this stream wait for the last combine: the buffer has room for one."""
+        if self.shared.combining is not None:
+            self.shared.combining.current_stream_wait()
+            self.shared.combining = None
+
     def agree(self, key: Hashable, num_tokens: int, device: torch.device) -> tuple[int, int]:
         """Find the most tokens that a rank brings to this call, and the capacity of the buffer. Collective.
 
@@ -216,15 +252,12 @@ class BufferTransport(Transport):
         return most, capacity
 
 
-def local_choices(index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Leave out the choices of other ranks, whose weights some versions pass on.
+def in_flight(value: T, event: Any, asynchronous: bool) -> InFlight[T]:
+    """What a call has returned, to be used once its event has come."""
 
-    Args:
-        index: ``[U, K]`` expert of this rank, negative for others.
-        weights: ``[U, K]`` float32.
+    def finish() -> T:
+        if asynchronous:
+            event.current_stream_wait()
+        return value
 
-    Returns:
-        The index as int64 with -1, and the weights with 0 for them.
-    """
-    here = index >= 0
-    return torch.where(here, index, -1).long(), torch.where(here, weights, 0.0)
+    return InFlight(finish)

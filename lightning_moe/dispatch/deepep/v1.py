@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_moe.dispatch.deepep.shared import BufferTransport, known, local_choices
-from lightning_moe.dispatch.permute import count_experts
+from lightning_moe.dispatch.deepep.shared import BufferTransport, in_flight, known
 from lightning_moe.dispatch.transport import Received
+from lightning_moe.in_flight import InFlight
 
 _NODE = 8  # ranks that it connects by NVLink
 _BYTES = 2  # of a bfloat16
@@ -68,7 +68,9 @@ class V1Transport(BufferTransport):
         return self.buffer_class(group=self.layer.group, num_nvl_bytes=nvlink, num_rdma_bytes=rdma, **optional)
 
     @override
-    def send(self, rows: Tensor, index: Tensor, weights: Tensor, choices_per_expert: Tensor) -> Received:
+    def send(
+        self, rows: Tensor, index: Tensor, weights: Tensor, choices_per_expert: Tensor, plan: None, asynchronous: bool
+    ) -> InFlight[Received]:
         self.check_call(index.shape[1])
         layer = self.layer
         index = index.to(getattr(self.package, "topk_idx_t", torch.int64)).contiguous()
@@ -77,7 +79,7 @@ class V1Transport(BufferTransport):
             to_rank, to_node, to_expert, goes, _ = buffer.get_dispatch_layout(
                 topk_idx=index, num_experts=layer.num_experts
             )
-            arrived, local, local_weights, counts, handle, _ = buffer.dispatch(
+            arrived, local, local_weights, counts, handle, event = buffer.dispatch(
                 x=rows.contiguous(),
                 num_tokens_per_rank=to_rank,
                 num_tokens_per_rdma_rank=to_node,
@@ -85,28 +87,37 @@ class V1Transport(BufferTransport):
                 num_tokens_per_expert=to_expert,
                 topk_idx=index,
                 topk_weights=weights.contiguous(),
+                **self._own_stream(asynchronous),
             )
-        local, local_weights = local_choices(local, local_weights)
-        return Received(
-            rows=arrived,
-            index=local,
-            weights=local_weights,
-            tokens_per_expert=count_experts(local, layer.num_local)[1:],
-            tokens_per_expert_host=list(counts),
-            handle=Route(buffer, handle),
+        route = Route(buffer, handle)
+        return in_flight((arrived, local, local_weights), event, asynchronous).then(
+            lambda came: self.received(*came, list(counts), route)
         )
 
-    @override
-    def send_again(self, rows: Tensor, handle: Route) -> Tensor:
-        with self.shared.guard():
-            arrived: Tensor = handle.buffer.dispatch(x=rows.contiguous(), handle=handle.handle)[0]
-        return arrived
+    def _own_stream(self, asynchronous: bool) -> dict[str, Any]:
+        """Arguments of a call on the library's stream, which begins when this stream has come to here."""
+        if not asynchronous:
+            return {}
+        begin = self.buffer_class.capture()
+        return {"previous_event": begin, "async_finish": True, "allocate_on_comm_stream": True}
 
     @override
-    def bring_back(self, rows: Tensor, weights: Tensor | None, handle: Route) -> tuple[Tensor, Tensor | None]:
-        weights = None if weights is None else weights.float().contiguous()
+    def send_again(self, rows: Tensor, handle: Route, asynchronous: bool) -> InFlight[Tensor]:
         with self.shared.guard():
-            back, back_weights, _ = handle.buffer.combine(
-                x=rows.contiguous(), handle=handle.handle, topk_weights=weights
+            arrived, *_, event = handle.buffer.dispatch(
+                x=rows.contiguous(), handle=handle.handle, **self._own_stream(asynchronous)
             )
-        return back, back_weights
+        return in_flight(arrived, event, asynchronous)
+
+    @override
+    def bring_back(
+        self, rows: Tensor, weights: Tensor | None, handle: Route, asynchronous: bool
+    ) -> InFlight[tuple[Tensor, Tensor | None]]:
+        weights = None if weights is None else weights.float().contiguous()
+        self.one_combine_at_a_time()
+        with self.shared.guard():
+            back, back_weights, event = handle.buffer.combine(
+                x=rows.contiguous(), handle=handle.handle, topk_weights=weights, **self._own_stream(asynchronous)
+            )
+        self.shared.combining = event if asynchronous else None
+        return in_flight((back, back_weights), event, asynchronous)

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_moe.dispatch.deepep.shared import BufferTransport, known, local_choices, parameters
+from lightning_moe.dispatch.deepep.shared import BufferTransport, in_flight, known, parameters
 from lightning_moe.dispatch.deepep.v1 import Route
-from lightning_moe.dispatch.permute import count_experts
 from lightning_moe.dispatch.transport import Received
+from lightning_moe.in_flight import InFlight
 
 
 class V2Transport(BufferTransport):
@@ -41,7 +41,9 @@ class V2Transport(BufferTransport):
         )
 
     @override
-    def send(self, rows: Tensor, index: Tensor, weights: Tensor, choices_per_expert: Tensor) -> Received:
+    def send(
+        self, rows: Tensor, index: Tensor, weights: Tensor, choices_per_expert: Tensor, plan: None, asynchronous: bool
+    ) -> InFlight[Received]:
         layer, top_k = self.layer, index.shape[1]
         self.check_call(top_k)
         key = (layer.group, layer.hidden_size, top_k)
@@ -49,7 +51,7 @@ class V2Transport(BufferTransport):
         _, capacity = self.agree(key, rows.shape[0], rows.device)
         with self.shared.guard():
             buffer = self.buffer(key, top_k, capacity)
-            arrived, local, local_weights, handle, _ = buffer.dispatch(
+            arrived, local, local_weights, handle, event = buffer.dispatch(
                 x=rows.contiguous(),
                 topk_idx=self.own_index(index),
                 topk_weights=weights.contiguous(),
@@ -57,16 +59,22 @@ class V2Transport(BufferTransport):
                 num_max_tokens_per_rank=capacity,
                 do_cpu_sync=True,
                 **self._tuning(self.options.num_sms),
+                **self._own_stream(buffer, asynchronous),
             )
-        local, local_weights = local_choices(local, local_weights)
-        return Received(
-            rows=arrived,
-            index=local,
-            weights=local_weights,
-            tokens_per_expert=count_experts(local, layer.num_local)[1:],
-            tokens_per_expert_host=list(handle.num_recv_tokens_per_expert_list),
-            handle=Route(buffer, handle),
+        counts, route = list(handle.num_recv_tokens_per_expert_list), Route(buffer, handle)
+        return in_flight((arrived, local, local_weights), event, asynchronous).then(
+            lambda came: self.received(*came, counts, route)
         )
+
+    def _own_stream(self, buffer: Any, asynchronous: bool) -> dict[str, Any]:
+        """Arguments of a call on the library's stream, which begins when this stream has come to here."""
+        if not asynchronous:
+            return {}
+        return {
+            "previous_event": buffer.capture(),
+            "async_with_compute_stream": True,
+            "allocate_on_comm_stream": True,
+        }
 
     def own_index(self, index: Tensor) -> Tensor:
         """The index in the library's dtype; the handle keeps a copy of it."""
@@ -76,19 +84,31 @@ class V2Transport(BufferTransport):
         return known(self.buffer_class.dispatch, num_sms=num_sms, num_qps=self.options.num_qps)
 
     @override
-    def send_again(self, rows: Tensor, handle: Route) -> Tensor:
+    def send_again(self, rows: Tensor, handle: Route, asynchronous: bool) -> InFlight[Tensor]:
         with self.shared.guard():
             # The default number of multiprocessors is computed from arguments that a call with a handle does not have.
-            arrived: Tensor = handle.buffer.dispatch(
-                x=rows.contiguous(), handle=handle.handle, do_cpu_sync=False, **self._tuning(handle.handle.num_sms)
-            )[0]
-        return arrived
+            arrived, *_, event = handle.buffer.dispatch(
+                x=rows.contiguous(),
+                handle=handle.handle,
+                do_cpu_sync=False,
+                **self._tuning(handle.handle.num_sms),
+                **self._own_stream(handle.buffer, asynchronous),
+            )
+        return in_flight(arrived, event, asynchronous)
 
     @override
-    def bring_back(self, rows: Tensor, weights: Tensor | None, handle: Route) -> tuple[Tensor, Tensor | None]:
+    def bring_back(
+        self, rows: Tensor, weights: Tensor | None, handle: Route, asynchronous: bool
+    ) -> InFlight[tuple[Tensor, Tensor | None]]:
         weights = None if weights is None else weights.float().contiguous()
+        self.one_combine_at_a_time()
         with self.shared.guard():
-            back, back_weights, _ = handle.buffer.combine(
-                x=rows.contiguous(), handle=handle.handle, topk_weights=weights, **self._tuning(None)
+            back, back_weights, event = handle.buffer.combine(
+                x=rows.contiguous(),
+                handle=handle.handle,
+                topk_weights=weights,
+                **self._tuning(None),
+                **self._own_stream(handle.buffer, asynchronous),
             )
-        return back, back_weights
+        self.shared.combining = event if asynchronous else None
+        return in_flight((back, back_weights), event, asynchronous)

@@ -15,11 +15,43 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+class EventHandle:
+    """A point in the stream of the caller."""
+
+
 class EventOverlap:
-    """Of a call on the stream of its caller: there is nothing to wait for."""
+    """The end of a call. Until somebody waits for it, the results of an asynchronous call are garbage."""
+
+    def __init__(self, event: "EventHandle | None" = None) -> None:
+        self.event = event
+        self.unwritten: list[tuple[Tensor, Tensor]] | None = None
 
     def current_stream_wait(self) -> None:
-        raise AssertionError("the event of a call that was not asynchronous")
+        assert self.unwritten is not None, "the event of a call that was not asynchronous"
+        for garbage, result in self.unwritten:
+            garbage.copy_(result)
+
+
+def check_stream(previous_event: Any, kind: type, asynchronous: bool, on_comm_stream: bool) -> None:
+    """What the library asserts of a call's stream."""
+    assert asynchronous or not on_comm_stream
+    assert previous_event is None or asynchronous
+    assert not on_comm_stream or isinstance(previous_event, kind)
+
+
+def in_time(results: tuple[Any, ...], asynchronous: bool) -> tuple[Any, ...]:
+    """The results of a call, and its event."""
+    event = EventOverlap()
+    if not asynchronous:
+        return *results, event
+    event.unwritten = []
+    out = []
+    for result in results:
+        if isinstance(result, Tensor):
+            event.unwritten.append((with_garbage(result[:0], len(result)), result))
+            result = event.unwritten[-1][0]
+        out.append(result)
+    return *out, event
 
 
 @dataclass

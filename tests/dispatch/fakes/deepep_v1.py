@@ -5,7 +5,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tests.dispatch.fakes.deepep_gloo import LIBRARY, EventOverlap, Route, with_garbage
+from tests.dispatch.fakes.deepep_gloo import (
+    LIBRARY,
+    EventHandle,
+    EventOverlap,
+    Route,
+    check_stream,
+    in_time,
+    with_garbage,
+)
 from tests.dispatch.fakes.deepep_gloo import Buffer as Base
 
 
@@ -43,6 +51,10 @@ class Buffer(Base):
         self._open(
             group, explicitly_destroy, bytes=num_nvl_bytes, num_qps=num_qps_per_rank, explicitly=explicitly_destroy
         )
+
+    @staticmethod
+    def capture():
+        return EventOverlap(EventHandle())
 
     @staticmethod
     def set_num_sms(new_num_sms):
@@ -91,13 +103,14 @@ class Buffer(Base):
         allocate_on_comm_stream=False,
     ):
         self._enter("dispatch" if handle is None else "dispatch again")
+        check_stream(previous_event, EventOverlap, async_finish, allocate_on_comm_stream)
         LIBRARY.check_rows(x)
         if handle is not None:
             assert topk_idx is None
             assert topk_weights is None
             route: Route = handle[0]
             assert x.shape[0] == route.num_tokens
-            return route.forth(x), None, None, None, None, EventOverlap()
+            return in_time((route.forth(x), None, None, None, None), async_finish)
         ranks, experts = self.group.size(), num_tokens_per_expert.shape[0]
         assert num_tokens_per_expert.dtype == num_tokens_per_rank.dtype == torch.int32
         assert is_token_in_rank.dtype == torch.bool
@@ -115,7 +128,7 @@ class Buffer(Base):
         if num_worst_tokens:
             arrived, local, weights = (with_garbage(t, num_worst_tokens) for t in (arrived, local, weights))
             counts = []
-        return arrived, local, weights, counts, (route, *[None] * 5), EventOverlap()
+        return in_time((arrived, local, weights, counts, (route, *[None] * 5)), async_finish)
 
     def combine(
         self,
@@ -129,14 +142,15 @@ class Buffer(Base):
         allocate_on_comm_stream=False,
     ):
         self._enter("combine")
+        check_stream(previous_event, EventOverlap, async_finish, allocate_on_comm_stream)
         LIBRARY.check_rows(x)
         route: Route = handle[0]
         out = route.add_up(route.back(x))
         if topk_weights is None:
-            return out, None, EventOverlap()
+            return in_time((out, None), async_finish)
         assert topk_weights.dtype == torch.float32
         assert topk_weights.is_contiguous()
-        return out, route.add_up(route.back(topk_weights)), EventOverlap()
+        return in_time((out, route.add_up(route.back(topk_weights))), async_finish)
 
 
 def of_each_visit(route: Route, index: Tensor, weights: Tensor, num_local: int) -> tuple[Tensor, Tensor]:
@@ -177,7 +191,8 @@ class OldBuffer(Buffer):
         allocate_on_comm_stream=False,
     ):
         layout = (num_tokens_per_rank, num_tokens_per_rdma_rank, is_token_in_rank, num_tokens_per_expert)
-        return super().dispatch(x, handle, *layout, topk_idx, topk_weights, expert_alignment)
+        stream = (previous_event, async_finish, allocate_on_comm_stream)
+        return super().dispatch(x, handle, *layout, topk_idx, topk_weights, expert_alignment, 0, None, *stream)
 
     def combine(
         self,
@@ -189,4 +204,5 @@ class OldBuffer(Buffer):
         async_finish=False,
         allocate_on_comm_stream=False,
     ):
-        return super().combine(x, handle, topk_weights)
+        stream = (previous_event, async_finish, allocate_on_comm_stream)
+        return super().combine(x, handle, topk_weights, None, None, *stream)

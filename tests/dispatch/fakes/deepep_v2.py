@@ -6,7 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.dispatch.fakes.deepep_gloo import LIBRARY, Buffer, EventOverlap, Route, with_garbage
+from tests.dispatch.fakes.deepep_gloo import (
+    LIBRARY,
+    Buffer,
+    EventHandle,
+    Route,
+    check_stream,
+    in_time,
+    with_garbage,
+)
 from tests.dispatch.fakes.deepep_v1 import of_each_visit
 
 
@@ -28,6 +36,10 @@ class _Buffer(Buffer):
 
     copies_index = True
 
+    @staticmethod
+    def capture():
+        return EventHandle()
+
     def _make(
         self, group, num_max_tokens_per_rank, hidden, num_topk, deterministic, num_allocated_qps, explicitly_destroy
     ):
@@ -38,12 +50,24 @@ class _Buffer(Buffer):
         self._open(group, explicitly_destroy, **made)
 
     def _dispatch(
-        self, x, topk_idx, topk_weights, num_experts, tokens, alignment, num_sms, handle, do_cpu_sync, do_expand
+        self,
+        x,
+        topk_idx,
+        topk_weights,
+        num_experts,
+        tokens,
+        alignment,
+        num_sms,
+        handle,
+        do_cpu_sync,
+        do_expand,
+        *stream,
     ):
         assert not do_expand, "the layout of inference"
         filled = torch.utils.deterministic.fill_uninitialized_memory
         assert not (torch.are_deterministic_algorithms_enabled() and filled)
         self._enter("dispatch" if handle is None else "dispatch again")
+        check_stream(stream[0], EventHandle, *stream[1:])
         LIBRARY.check_rows(x)
         if handle is not None:
             assert topk_idx is None
@@ -52,7 +76,7 @@ class _Buffer(Buffer):
                 raise TypeError("unsupported operand type(s) for %: 'NoneType' and 'int'")
             route = handle.use()
             assert x.shape[0] == route.num_tokens
-            return route.forth(x), route.local, None, handle, EventOverlap()
+            return in_time((route.forth(x), route.local, None, handle), stream[1])
         tokens = tokens or self.room
         assert x.shape[0] <= tokens <= self.room
         assert 1 <= topk_idx.shape[1] <= (self.num_topk or 32)
@@ -87,19 +111,20 @@ class _Buffer(Buffer):
         arrived = route.forth(x)
         if do_cpu_sync is False:
             arrived, local, weights = (with_garbage(t, tokens * ranks) for t in (arrived, local, weights))
-        return arrived, local, weights, handle, EventOverlap()
+        return in_time((arrived, local, weights, handle), stream[1])
 
-    def _combine(self, x, handle, topk_weights):
+    def _combine(self, x, handle, topk_weights, *stream):
         self._enter("combine")
+        check_stream(stream[0], EventHandle, *stream[1:])
         LIBRARY.check_rows(x)
         route = handle.use()
         out = route.add_up(route.back(x))
         if topk_weights is None:
-            return out, None, EventOverlap()
+            return in_time((out, None), stream[1])
         assert topk_weights.dtype == torch.float32
         assert topk_weights.is_contiguous()
         back = torch.where(route.owned, route.back(topk_weights), 0.0)  # of the owner of a choice alone
-        return out, route.add_up(back), EventOverlap()
+        return in_time((out, route.add_up(back)), stream[1])
 
 
 class ElasticBuffer(_Buffer):
@@ -161,6 +186,9 @@ class ElasticBuffer(_Buffer):
             handle,
             do_cpu_sync,
             do_expand,
+            previous_event,
+            async_with_compute_stream,
+            allocate_on_comm_stream,
         )
 
     def combine(
@@ -176,7 +204,8 @@ class ElasticBuffer(_Buffer):
         async_with_compute_stream=False,
         allocate_on_comm_stream=False,
     ):
-        return self._combine(x, handle, topk_weights)
+        stream = (previous_event, async_with_compute_stream, allocate_on_comm_stream)
+        return self._combine(x, handle, topk_weights, *stream)
 
     def destroy(self):
         super().destroy()
@@ -244,6 +273,9 @@ class EPBuffer(_Buffer):
             handle,
             do_cpu_sync,
             do_expand,
+            previous_event,
+            async_with_compute_stream,
+            allocate_on_comm_stream,
         )
 
     def combine(
@@ -260,7 +292,8 @@ class EPBuffer(_Buffer):
         defer_epilogue=False,
     ):
         assert not defer_epilogue
-        return self._combine(x, handle, topk_weights)
+        stream = (previous_event, async_with_compute_stream, allocate_on_comm_stream)
+        return self._combine(x, handle, topk_weights, *stream)
 
     def destroy(self):
         super().destroy()

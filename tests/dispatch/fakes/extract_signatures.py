@@ -37,6 +37,7 @@ class Source:
 
 _V1 = (
     "__init__",
+    "capture",
     "set_num_sms",
     "get_dispatch_config",
     "get_combine_config",
@@ -53,11 +54,14 @@ SOURCES = {
         "tokenspeed-deepep==2.1.0.post20260810",
         "deep_ep/buffers/elastic.py",
         "ElasticBuffer",
-        ("__init__", "dispatch", "combine", "destroy"),
+        ("__init__", "capture", "dispatch", "combine", "destroy"),
         wheel=True,
     ),
     "v2_5": Source(
-        "deepinfer-ep==2.5.0", "deep_ep/buffers/ep.py", "EPBuffer", ("__init__", "dispatch", "combine", "destroy")
+        "deepinfer-ep==2.5.0",
+        "deep_ep/buffers/ep.py",
+        "EPBuffer",
+        ("__init__", "capture", "dispatch", "combine", "destroy"),
     ),
 }
 HYBRID = Source(
