@@ -37,6 +37,7 @@ from lightning_moe.mesh import (
     resolve_expert_parallel_size,
 )
 from lightning_moe.parallel import Sharded, ShardingOptions, already_sharded, experts_placement, shard_module
+from lightning_moe.parallel.prefetch import check_prefetch_blocks
 from lightning_moe.parallel.recompute import CHECKPOINTING, ActivationCheckpointing
 from lightning_moe.parallel.structure import find_routers
 from lightning_moe.parallel.watch import Watch
@@ -64,6 +65,13 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             computes the rest again in the backward pass; ``"selective"``: it also keeps the results of attention and
             of the communication between expert-parallel ranks. Recomputation routes exactly as the forward did.
         compile: ``torch.compile`` each block; the exchange of tokens and the experts stay outside of the graphs.
+        dispatch_chunks: Parts in which the tokens of each layer travel: while the experts compute one, the next are on
+            their way, where the dispatcher can. More parts hide more of the communication, and cost more and smaller
+            products.
+        overlap_shared_experts: Let a block that computes its shared expert after the routed ones do so while the
+            results of these travel. Blocks that compute it first have nothing to gain.
+        prefetch_blocks: How many blocks ahead weights are gathered in the forward pass, for one more block's weights of
+            memory each; ``"auto"`` is 1 on CUDA and 0 on CPU.
         save_distributed_checkpoint: Every rank writes its shards into a folder; else rank 0 writes one file.
         process_group_backend: Backend of ``torch.distributed``, ``None`` for the device's own.
         timeout: How long a collective waits for a rank.
@@ -83,6 +91,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         block_classes: Sequence[str] | None = None,
         activation_checkpointing: ActivationCheckpointing = "none",
         compile: bool = False,
+        dispatch_chunks: int = 1,
+        overlap_shared_experts: bool = True,
+        prefetch_blocks: int | Literal["auto"] = "auto",
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -103,6 +114,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
                 f"activation_checkpointing={activation_checkpointing!r} is not known; allowed are"
                 f" {', '.join(map(repr, CHECKPOINTING))}"
             )
+        if isinstance(dispatch_chunks, bool) or not isinstance(dispatch_chunks, int) or dispatch_chunks < 1:
+            raise ValueError(f"dispatch_chunks={dispatch_chunks!r} must be a positive number of parts")
+        check_prefetch_blocks(prefetch_blocks)
         check_dispatcher(dispatcher)
         check_backend(experts_backend)
         self.expert_parallel_size = expert_parallel_size
@@ -113,6 +127,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self.block_classes = block_classes
         self.activation_checkpointing: ActivationCheckpointing = activation_checkpointing
         self.compile = compile
+        self.dispatch_chunks = dispatch_chunks
+        self.overlap_shared_experts = overlap_shared_experts
+        self.prefetch_blocks: int | Literal["auto"] = prefetch_blocks
         self._sharded: Sharded | None = None
         self._backward_was_here = False
         self._watch = Watch()
@@ -240,6 +257,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             self.block_classes,
             self.activation_checkpointing,
             self.compile,
+            self.dispatch_chunks,
+            self.overlap_shared_experts,
+            self.prefetch_blocks,
         )
         policy = self.precision_plugin.dtype_policy
         before = already_sharded(module)

@@ -146,7 +146,8 @@ def record(sharded: Sharded) -> list[list[Call]]:
 
 def _record(routed: Any) -> list[Call]:
     calls: list[Call] = []
-    dispatch, backend, combine = routed.dispatcher.dispatch, routed.backend, routed.dispatcher.combine
+    dispatcher, backend = routed.dispatcher, routed.backend
+    dispatch, ways_back = dispatcher.dispatch, (dispatcher.combine, dispatcher.start_combine)
 
     def recording_dispatch(hidden: Tensor, index: Tensor, weights: Tensor) -> Any:
         calls.append(Call(hidden.dtype, weights.detach().clone()))
@@ -156,11 +157,12 @@ def _record(routed: Any) -> list[Call]:
         calls[-1].rows = rows.dtype
         return backend(mlp, rows, *counts)
 
-    def recording_combine(rows: Tensor, state: Any) -> Tensor:
+    def recording_way_back(go: Callable[..., Any], rows: Tensor, state: Any) -> Any:
         calls[-1].results = rows.dtype
-        return combine(rows, state)
+        return go(rows, state)
 
-    routed.dispatcher.dispatch, routed.dispatcher.combine = recording_dispatch, recording_combine
+    dispatcher.dispatch = recording_dispatch
+    dispatcher.combine, dispatcher.start_combine = (partial(recording_way_back, go) for go in ways_back)
     routed.backend = type("Recording", (type(backend),), {"__call__": recording_backend})()
     return calls
 

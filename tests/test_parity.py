@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from lightning_moe.dispatch.all_to_all import AllToAllDispatcher
 from tests import tiny
 from tests.harness import run_ranks
 
@@ -94,6 +95,24 @@ def test_same_as_one_process(one_process: list[dict[str, Any]], processes: int, 
 def test_same_with_each_backend(one_process: list[dict[str, Any]], backend: str, dispatcher: str) -> None:
     options = {"expert_parallel_size": 2, "experts_backend": backend, "dispatcher": dispatcher}
     assert_same(run_ranks(train, 2, options, {}, timeout=200)[0], one_process)
+
+
+@pytest.mark.parametrize(
+    ("processes", "options"),
+    [
+        (2, {"dispatch_chunks": 3}),
+        (2, {"dispatch_chunks": 2, "activation_checkpointing": "selective", "dispatcher": AllToAllDispatcher(False)}),
+        (4, {"dispatch_chunks": 2, "activation_checkpointing": "full", "dispatcher": AllToAllDispatcher(True)}),
+        (2, {"dispatch_chunks": 50, "reshard_after_forward": False, "prefetch_blocks": 1}),
+        (4, {"prefetch_blocks": 1}),
+        (4, {"prefetch_blocks": 2, "activation_checkpointing": "full"}),
+    ],
+)
+def test_same_when_tokens_travel_in_parts_and_weights_come_ahead(
+    one_process: list[dict[str, Any]], processes: int, options: dict[str, Any]
+) -> None:
+    ours = run_ranks(train, processes, {"expert_parallel_size": 2, **options}, {}, timeout=200)
+    assert_same(ours[0], one_process)
 
 
 def test_same_with_accumulated_gradients() -> None:

@@ -176,11 +176,13 @@ class TransportDispatcher(Dispatcher):
 
     @override
     def combine(self, expert_rows: Tensor, state: Any) -> Tensor:
-        return self.start_combine(expert_rows, state).wait()
+        journey: Journey = state
+        return journey.back(expert_rows, asynchronous=False).wait()
 
     @override
     def start_combine(self, expert_rows: Tensor, state: Any) -> InFlight[Tensor]:
-        return state.start_combine(expert_rows)
+        journey: Journey = state
+        return journey.back(expert_rows, asynchronous=True)
 
 
 class _Way:
@@ -201,21 +203,22 @@ class _Way:
 
 @dataclass(frozen=True)
 class Journey:
-    """One layer's way out, which :meth:`start_combine` goes back."""
+    """One layer's way out, which :meth:`back` goes back."""
 
     way: _Way
     local: Routing
 
-    def start_combine(self, expert_rows: Tensor) -> InFlight[Tensor]:
+    def back(self, expert_rows: Tensor, asynchronous: bool) -> InFlight[Tensor]:
         """Add up the rows of each visit here, and those of each token where it came from. Collective.
 
         Args:
             expert_rows: ``[R, H]`` sorted by local expert, routing weights applied.
+            asynchronous: Do not wait for the rows.
 
         Returns:
             ``[T, H]``.
         """
-        back = _Way(self.way.transport, self.way.asynchronous, self.way.handle)
+        back = _Way(self.way.transport, asynchronous, self.way.handle)
         link = _LeaveBack.apply(rows_to_tokens(expert_rows, self.local), back)
         return InFlight(lambda: _ArriveBack.apply(link, back))
 

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -15,7 +17,9 @@ from lightning_moe.experts.peft import check_adapters, install_adapters, materia
 from lightning_moe.mesh import Layout, Meshes, experts_per_rank
 from lightning_moe.parallel.compile import check_compile, compile_block
 from lightning_moe.parallel.initialize import copy_from_rank_zero, materialize, shared_random_state
+from lightning_moe.parallel.late import LateScope
 from lightning_moe.parallel.policy import DtypePolicy
+from lightning_moe.parallel.prefetch import prefetch
 from lightning_moe.parallel.recompute import (
     ActivationCheckpointing,
     check_activation_checkpointing,
@@ -58,6 +62,9 @@ class ShardingOptions:
         block_classes: Class names of the blocks, ``None`` to find them.
         activation_checkpointing: What the blocks compute again in the backward pass.
         compile: Compile the forward of each block.
+        dispatch_chunks: Parts in which the tokens of a layer travel.
+        overlap_shared_experts: Let a block go on while the results of its experts travel.
+        prefetch_blocks: Blocks whose weights are gathered ahead of their forward.
     """
 
     dispatcher: Dispatcher = field(repr=False)
@@ -66,6 +73,9 @@ class ShardingOptions:
     block_classes: Sequence[str] | None
     activation_checkpointing: ActivationCheckpointing = "none"
     compile: bool = False
+    dispatch_chunks: int = 1
+    overlap_shared_experts: bool = True
+    prefetch_blocks: int | Literal["auto"] = "auto"
 
     def same_as(self, other: "ShardingOptions") -> bool:
         """Whether a module that is sharded with other options needs no change."""
@@ -131,6 +141,9 @@ def shard_module(
             # that no backward follows would leave a copy behind that goes stale, and stand in for the parameters.
             sharder.shard(root, policy.outer())
     _sum_gradients(module)
+    prefetch(blocks, options.prefetch_blocks, device)
+    if options.overlap_shared_experts and meshes.layout.expert > 1 and not options.compile:
+        _overlap_shared_experts(module, experts, routed)
     for found, forward in zip(experts, routed, strict=True):
         found.spec.install(found.module, torch.compiler.disable(forward.__call__) if options.compile else forward)
     install_adapters(module, [found.module for found in experts], compiled=options.compile)
@@ -141,6 +154,18 @@ def shard_module(
     sharded = Sharded(meshes.layout, policy, options, tuple(routed), tuple(notes))
     object.__setattr__(module, _SHARDED, sharded)
     return sharded
+
+
+def _overlap_shared_experts(model: nn.Module, experts: Sequence[FoundExperts], routed: Sequence[RoutedExperts]) -> None:
+    """Let the results of experts come late where their block has more to compute than them and their router."""
+    for found, forward in zip(experts, routed, strict=True):
+        block = found.parent
+        if block is None or isinstance(block, pl.LightningModule):
+            continue
+        routers = find_routers(model, [found])
+        beside = [child for child in block.children() if child is not found.module and child not in routers]
+        if any(next(child.parameters(), None) is not None for child in beside):
+            forward.scope = LateScope(block)
 
 
 def _sum_gradients(module: nn.Module) -> None:
@@ -195,7 +220,9 @@ def _route(
         dtype=dtype,
         alignment=1 if backend is None else backend.alignment,
     )
-    return RoutedExperts(found.module, found.spec, dispatcher, backend, dtype, found.name)
+    # One rank alone sends nothing that could travel meanwhile.
+    chunks = options.dispatch_chunks if meshes.layout.expert > 1 else 1
+    return RoutedExperts(found.module, found.spec, dispatcher, backend, dtype, found.name, chunks)
 
 
 class _Sharder:

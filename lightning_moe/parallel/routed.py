@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from lightning_moe.dispatch import Dispatcher
+from lightning_moe.dispatch import Dispatched, Dispatcher
 from lightning_moe.experts import ExpertsBackend, ExpertsSpec, local_weight
+from lightning_moe.in_flight import InFlight, arrived
+from lightning_moe.parallel.late import LateScope, LateTensor
 from lightning_moe.parallel.recompute import in_recompute
 from lightning_moe.parallel.watch import Watch
 
@@ -19,6 +21,8 @@ class RoutedExperts:
         backend: What computes it; ``None`` where ``spec.compute`` or ``spec.modules`` does.
         dtype: Dtype in which it computes, the same on every rank, also on one that holds no expert.
         name: Qualified name of the module in its model, for messages.
+        chunks: Parts in which the tokens travel: while one is computed, the next ones are on their way.
+        scope: The forward of the block around the module, which may go on before the result is here; ``None`` waits.
 
     Attributes:
         watch: Where it marks that this rank is in it.
@@ -34,6 +38,8 @@ class RoutedExperts:
         backend: ExpertsBackend | None,
         dtype: torch.dtype,
         name: str = "",
+        chunks: int = 1,
+        scope: LateScope | None = None,
     ) -> None:
         self.module = module
         self.spec = spec
@@ -41,6 +47,8 @@ class RoutedExperts:
         self.backend = backend
         self.dtype = dtype
         self.name = name or type(module).__name__
+        self.chunks = chunks
+        self.scope = scope
         self.hidden_size = spec.hidden_size(module)
         self.load: Tensor | None = None
         self.watch = Watch()
@@ -81,21 +89,67 @@ class RoutedExperts:
 
         if not torch.compiler.is_compiling():
             self.watch.enter_forward(self._in_forward, self.name)
-        dispatched = self.dispatcher.dispatch(hidden_TH, index_TK, weights_TK)
+        homeward = self._depart(hidden_TH, index_TK, weights_TK)
+        if not torch.compiler.is_compiling():
+            self.watch.place = self._after_forward
+
+        def arrive() -> Tensor:
+            parts = [flight.wait() for flight in homeward]
+            out_TH = parts[0] if len(parts) == 1 else torch.cat(parts)
+            if out_TH.requires_grad and not torch.compiler.is_compiling():
+                out_TH.register_hook(self._mark_backward)
+            out_TH = out_TH.to(hidden_states.dtype)
+            # FSDP2 hooks into what a module returns and loses track of a view that is changed in place.
+            return out_TH if hidden_states.ndim == 2 else out_TH.view(hidden_states.shape).clone()
+
+        if not self._may_be_late():
+            return arrive()
+        learns = torch.is_grad_enabled() and (
+            hidden_TH.requires_grad
+            or weights_TK.requires_grad
+            or any(p.requires_grad for p in self.module.parameters())
+        )
+        return LateTensor(hidden_states, hidden_states.shape, learns, arrive)
+
+    def _may_be_late(self) -> bool:
+        # A backward hook of the module is an autograd.Function around its result.
+        hooked = self.module._backward_hooks or self.module._backward_pre_hooks
+        return self.scope is not None and self.scope.entered and not hooked
+
+    def _depart(self, hidden: Tensor, index: Tensor, weights: Tensor) -> list[InFlight[Tensor]]:
+        """Dispatch and compute; the results are on their way back."""
+        if self.chunks > 1:
+            return self._pipelined(hidden, index, weights)
+        dispatched = self.dispatcher.dispatch(hidden, index, weights)
+        rows = self._weighted(dispatched)
+        if self._may_be_late():
+            return [self.dispatcher.start_combine(rows, dispatched.state)]
+        return [arrived(self.dispatcher.combine(rows, dispatched.state))]
+
+    def _pipelined(self, hidden: Tensor, index: Tensor, weights: Tensor) -> list[InFlight[Tensor]]:
+        """Dispatch, compute and combine in parts, so that rows of the others travel while those of one are computed.
+
+        All parts leave before the first is computed: their counts take one exchange and one wait for the host, and
+        autograd walks the parts in the reverse order, with the same overlap.
+        """
+        # As many parts on every rank, whatever its number of tokens; some may be empty.
+        sizes = [len(part) for part in torch.arange(len(hidden)).tensor_split(self.chunks)]
+        parts = (tensor.split(sizes) for tensor in (hidden, index, weights))
+        flights = self.dispatcher.start(list(zip(*parts, strict=True)))
+        homeward = []
+        for flight in flights:
+            dispatched = flight.wait()
+            homeward.append(self.dispatcher.start_combine(self._weighted(dispatched), dispatched.state))
+        return homeward
+
+    def _weighted(self, dispatched: Dispatched) -> Tensor:
+        """Compute the rows that have come, and weight them."""
         if self.module.training and not in_recompute():
             seen = dispatched.choices_per_expert
             self.load = seen.clone() if self.load is None else self.load.add_(seen)
         rows_RH = self._compute(dispatched.rows, dispatched.tokens_per_expert, dispatched.tokens_per_expert_host)
         # The weight takes the dtype of the rows: a float32 one would promote the whole [R, H] buffer.
-        rows_RH = rows_RH * dispatched.row_weights.to(rows_RH.dtype).unsqueeze(-1)
-        out_TH = self.dispatcher.combine(rows_RH, dispatched.state)
-        if not torch.compiler.is_compiling():
-            self.watch.place = self._after_forward
-            if out_TH.requires_grad:
-                out_TH.register_hook(self._mark_backward)
-        out_TH = out_TH.to(hidden_states.dtype)
-        # FSDP2 hooks into what a module returns and loses track of a view that is changed in place.
-        return out_TH if hidden_states.ndim == 2 else out_TH.view(hidden_states.shape).clone()
+        return rows_RH * dispatched.row_weights.to(rows_RH.dtype).unsqueeze(-1)
 
     def _mark_backward(self, _: Tensor) -> None:
         if torch.is_grad_enabled():

@@ -1,0 +1,109 @@
+"""The result of an experts module that other ranks still send, so that its block can go on until it needs it.
+
+A block that computes its shared expert after the routed ones, as DeepSeek-V3's do, then computes it while the rows of
+the routed ones travel; in the backward pass it is the other way round, with the same overlap. A block that computes its
+shared expert first, as Qwen2-MoE's do, has nothing left to compute: there is no overlap with it, and no cost.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from typing_extensions import override
+
+# What a tensor is, which is known before its numbers are; and views, which can wait with it.
+_KNOWN = {
+    getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "_base")
+} | {Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel, Tensor.__len__}
+_VIEWS = {Tensor.view, Tensor.reshape, torch.reshape}
+
+
+class LateTensor(Tensor):
+    """Becomes a tensor at its first use; until then it can be asked what it is, viewed and given hooks."""
+
+    _finish: Callable[[], Tensor]
+    _learns: bool
+    _now: Tensor | None
+    _hooks: list[Callable[[Tensor], Any]]
+
+    @staticmethod
+    def __new__(cls, like: Tensor, shape: Sequence[int], requires_grad: bool, finish: Callable[[], Tensor]) -> Self:
+        """Promise a tensor of this shape, with the dtype and on the device of ``like``, which ``finish`` waits for."""
+        late: Self = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=like.dtype, device=like.device, requires_grad=requires_grad
+        )
+        if requires_grad:
+            with torch._C.DisableTorchFunctionSubclass():
+                late.register_hook(_refuse)
+        late._finish, late._learns, late._now, late._hooks = finish, requires_grad, None, []
+        return late
+
+    @override
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def now(self) -> Tensor:
+        """Wait for the tensor."""
+        if self._now is None:
+            with torch.enable_grad() if self._learns else torch.no_grad():
+                self._now = self._finish()
+            for hook in self._hooks:
+                self._now.register_hook(hook)
+        return self._now
+
+    @classmethod
+    @override
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, LateTensor) and first._now is None:
+            if func in _KNOWN:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if func is Tensor.register_hook:
+                return first._hooks.append(args[1])
+            if func in _VIEWS:
+                shape = func(torch.empty(first.shape, device="meta"), *args[1:], **kwargs).shape
+                return LateTensor(first, shape, first.requires_grad, lambda: func(first.now(), *args[1:], **kwargs))
+        args, kwargs = tree_map(on_time, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    @override
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise _past_the_overrides()
+
+
+def _refuse(_: Tensor) -> None:
+    # The graph of the tensor begins where somebody waits for it: a gradient that comes here would be lost.
+    raise _past_the_overrides()
+
+
+def _past_the_overrides() -> RuntimeError:
+    return RuntimeError(
+        "the result of an experts module was used past PyTorch's function overrides while other ranks still sent it, as"
+        " an autograd.Function does; set overlap_shared_experts=False of the strategy"
+    )
+
+
+def on_time(value: Any) -> Any:
+    """Wait for a value, if it is late."""
+    return value.now() if isinstance(value, LateTensor) else value
+
+
+class LateScope:
+    """The forward of the block around an experts module: nothing that is late leaves it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self.entered = False
+        self._forward = block.forward
+        block.forward = self._within
+
+    def _within(self, *args: Any, **kwargs: Any) -> Any:
+        before, self.entered = self.entered, True
+        try:
+            return tree_map(on_time, self._forward(*args, **kwargs))
+        finally:
+            self.entered = before

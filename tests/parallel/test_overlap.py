@@ -1,0 +1,291 @@
+"""What a rank does while rows travel, and what it costs on a slow link."""
+
+import os
+import time
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from lightning_moe.dispatch import once_per_rank
+from lightning_moe.dispatch.all_to_all import AllToAllDispatcher
+from lightning_moe.nn import MoE
+from lightning_moe.parallel.late import LateTensor, on_time
+from tests import tiny
+from tests.dispatch.slow_link import Link, SlowLinkDispatcher
+from tests.harness import run_ranks
+
+
+class Logged(Link):
+    """A link that writes down when something leaves and when this rank waits for it."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__(None)
+        self.log = log
+
+    def carry(self, num_bytes: int, flight: Any, asynchronous: bool) -> Any:
+        if num_bytes == 0:
+            return flight
+        number = sum("leaves" in line for line in self.log)
+        self.log.append(f"{number} leaves")
+        return flight.then(lambda rows: (self.log.append(f"{number} arrives"), rows)[1])
+
+
+class Step(torch.autograd.Function):
+    """Writes down when its forward and its backward run."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, log: list[str], name: str) -> Tensor:
+        ctx.log, ctx.name = log, name
+        log.append(name)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.log.append(f"{ctx.name} backward")
+        return grad, None, None
+
+
+class Shared(nn.Module):
+    """A shared expert that takes its time."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.log: list[str] = []
+        self.seconds = 0.0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        time.sleep(self.seconds)
+        return Step.apply(self.linear(hidden), self.log, "shared")
+
+
+class Net(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.ModuleDict({"moe": MoE(16, 16, num_experts=4, top_k=2, shared_expert=Shared(16))})
+        self.results: dict[str, Any] = {}
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        start = time.perf_counter()
+        loss = self.block["moe"](batch).square().mean()
+        self.results["forward"] = time.perf_counter() - start
+        return loss
+
+    def on_after_backward(self) -> None:
+        self.results["gradients"] = {name: full(p.grad) for name, p in self.named_parameters()}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def full(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def train(strategy: Any, module: Net) -> None:
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    batches = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1))
+    mine = batches.flatten(0, 1)[rank::world]
+    tiny.trainer(strategy, devices=world, max_steps=1).fit(module, torch.utils.data.DataLoader(mine, len(mine)))
+
+
+def trained(options: dict[str, Any] | None) -> dict[str, Any]:
+    """The gradients of one step, and what happened in which order."""
+    pl.seed_everything(0, verbose=False)
+    module, log = Net(), []
+    module.block["moe"].shared_expert.log = log
+    if options is None:
+        train("auto", module)
+    else:
+        link = Logged(log)
+        train(tiny.moe_ep(expert_parallel_size=2, dispatcher=SlowLinkDispatcher(link, False), **options), module)
+    return {"log": log, **module.results}
+
+
+def travels(log: list[str]) -> str:
+    """The order of events with what leaves as ``>`` and what arrives as ``<``, the shared expert as ``S`` and ``s``."""
+    signs = {"leaves": ">", "arrives": "<", "shared": "S", "backward": "s"}
+    return "".join(signs[line.split()[-1]] for line in log)
+
+
+@pytest.mark.parametrize(
+    ("options", "order"),
+    [
+        # Rows and weights out and in, rows home; backward: gradients of rows out, those of rows and weights home.
+        ({}, ">><<>S<" + ">s<>><<"),
+        ({"overlap_shared_experts": False}, ">><<><S" + "s><>><<"),
+        ({"dispatch_chunks": 2}, ">>>><<><<>S<<" + ">>s<>><>><<<<"),
+        ({"activation_checkpointing": "full", "block_classes": ["MoE"]}, None),
+        ({"activation_checkpointing": "selective", "block_classes": ["MoE"], "dispatch_chunks": 2}, None),
+    ],
+)
+def test_the_shared_expert_runs_while_the_results_of_the_others_travel(options: dict[str, Any], order: str) -> None:
+    (reference,) = run_ranks(trained, 1, None)
+    for got in run_ranks(trained, 2, options):
+        assert order is None or travels(got["log"]) == order
+        for name, gradient in reference["gradients"].items():
+            torch.testing.assert_close(got["gradients"][name], gradient, rtol=1e-5, atol=1e-7)
+
+
+def seconds(chunks: int) -> float:
+    """Of one forward, of experts and a link that take as long as each other."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    link = Link(None)
+    dispatcher = SlowLinkDispatcher(link, False)
+    dispatcher.setup(dist.group.WORLD, num_experts=2, hidden_size=256, dtype=torch.float32)
+    hidden, weights = torch.randn(800, 256), torch.ones(800, 1)
+    index = torch.full((800, 1), 1 - int(os.environ["RANK"]))  # every row to the other rank
+    sizes = [800 // chunks] * chunks
+    dist.barrier()
+    link.bytes_per_second = 800 * 257 * 4 / 0.4
+    start = time.perf_counter()
+    flights = dispatcher.start(list(zip(hidden.split(sizes), index.split(sizes), weights.split(sizes), strict=True)))
+    homeward = []
+    for flight in flights:
+        dispatched = flight.wait()
+        time.sleep(0.8 / chunks)
+        homeward.append(dispatcher.start_combine(dispatched.rows, dispatched.state))
+    out = torch.cat([flight.wait() for flight in homeward])
+    taken = time.perf_counter() - start
+    torch.testing.assert_close(out, hidden)
+    return taken
+
+
+def test_parts_hide_a_slow_link() -> None:
+    # One part: 0.4 s there, 0.8 s of computation, 0.4 s home. Four: 0.1 s, 0.8 s, 0.1 s.
+    one, four = (max(run_ranks(seconds, 2, chunks)) for chunks in (1, 4))
+    assert one > 1.6
+    assert four < 0.85 * one
+
+
+# A tensor that is late
+
+
+def late(value: Tensor, log: list[str]) -> LateTensor:
+    return LateTensor(value, value.shape, value.requires_grad, lambda: (log.append("waited"), value * 1)[1])
+
+
+def test_a_late_tensor_can_be_asked_what_it_is_and_viewed() -> None:
+    log: list[str] = []
+    value = torch.arange(6.0).requires_grad_()
+    promised = late(value, log)
+    assert (promised.shape, promised.dtype, promised.requires_grad, promised.dim()) == ((6,), torch.float32, True, 1)
+    seen: list[Tensor] = []
+    table = promised.view(2, 3).reshape(3, -1)
+    table.register_hook(seen.append)
+    assert table.shape == (3, 2)
+    assert not log
+    result = torch.ones(3, 2) + table
+    assert log == ["waited"]
+    torch.testing.assert_close(result, value.view(3, 2) + 1)
+    (result * promised.view(3, 2)).sum().backward()
+    assert log == ["waited"]
+    torch.testing.assert_close(value.grad, 2 * torch.arange(6.0) + 1)
+    assert len(seen) == 1
+
+
+def test_a_late_tensor_that_is_changed_in_place_is_a_tensor() -> None:
+    value = torch.ones(3, requires_grad=True)
+    out = late(value, [])
+    out += 1
+    assert type(out) is Tensor
+    torch.testing.assert_close(on_time(out), torch.full((3,), 2.0))
+
+
+def test_a_late_tensor_past_the_overrides_is_an_error_and_no_wrong_number() -> None:
+    out = Step.apply(late(torch.ones(3, requires_grad=True), []), [], "step")
+    with pytest.raises(RuntimeError, match="set overlap_shared_experts=False"):
+        out.sum().backward()
+
+
+def test_a_late_tensor_that_is_first_looked_at_without_gradients_has_its_graph() -> None:
+    value = torch.ones(3, requires_grad=True)
+    promised = late(value, [])
+    with torch.no_grad():
+        assert float(promised.sum()) == 3
+    (promised * 2).sum().backward()
+    assert value.grad.tolist() == [2, 2, 2]
+
+
+def hooked() -> None:
+    """A full backward hook of the experts is an autograd.Function around their result."""
+    pl.seed_everything(0, verbose=False)
+    module, seen = Net(), []
+    module.block["moe"].experts.register_full_backward_hook(lambda *_: seen.append(1))
+    train(tiny.moe_ep(expert_parallel_size=2), module)
+    assert seen
+
+
+def test_experts_with_a_backward_hook_are_on_time() -> None:
+    run_ranks(hooked, 2)
+
+
+def fit_without_parts(chunks: Any) -> None:
+    tiny.moe_ep(dispatch_chunks=chunks)
+
+
+@pytest.mark.parametrize("chunks", [0, -1, 1.5, True])
+def test_a_wrong_number_of_parts_is_refused(chunks: Any) -> None:
+    with pytest.raises(ValueError, match=r"dispatch_chunks=.* must be a positive number"):
+        fit_without_parts(chunks)
+
+
+# Weights
+
+
+def gathered(prefetch_blocks: Any) -> list[str]:
+    """The units of a forward as they are gathered, with the waits for the host between."""
+    order: list[str] = []
+    unshard, exchange = FSDPParamGroup.unshard, once_per_rank.exchange_tables
+
+    def logged_unshard(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
+        if group.is_sharded:
+            order.append(group._module_fqn.removeprefix("model."))
+        return unshard(group, *args, **kwargs)
+
+    def logged_exchange(*args: Any) -> Any:
+        order.append("wait for the host")
+        return exchange(*args)
+
+    class FirstForward(tiny.TinyLM):
+        def training_step(self, *args: Any) -> Any:
+            order.clear()
+            loss = super().training_step(*args)
+            order.append("end")
+            return loss
+
+    module = FirstForward()
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    strategy = tiny.moe_ep(
+        expert_parallel_size=2, prefetch_blocks=prefetch_blocks, dispatcher=AllToAllDispatcher(deduplicate=True)
+    )
+    trainer = tiny.trainer(strategy, devices=world, max_steps=1)
+    with (
+        patch.object(FSDPParamGroup, "unshard", logged_unshard),
+        patch.object(once_per_rank, "exchange_tables", logged_exchange),
+    ):
+        trainer.fit(module, tiny.loader(tiny.tokens(1), rank, world))
+    return order[: order.index("end")]
+
+
+def test_the_next_block_is_gathered_before_the_experts_of_one_wait_for_the_host() -> None:
+    def before_the_first_wait(order: list[str]) -> set[str]:
+        return set(order[: order.index("wait for the host")])
+
+    late = before_the_first_wait(run_ranks(gathered, 4, 0)[0])
+    early = before_the_first_wait(run_ranks(gathered, 4, 1)[0])
+    assert "layers.0" in late
+    assert early - late == {"layers.1", "layers.1.mlp.experts"}
+
+
+@pytest.mark.parametrize("blocks", [-1, True, "one", 1.0])
+def test_a_wrong_number_of_blocks_is_refused(blocks: Any) -> None:
+    with pytest.raises(ValueError, match=r"prefetch_blocks=.* must be 'auto' or a number of blocks"):
+        tiny.moe_ep(prefetch_blocks=blocks)
