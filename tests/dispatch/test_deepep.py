@@ -21,7 +21,7 @@ from lightning_moe import ExpertParallelStrategy, optional
 from lightning_moe.dispatch import build_dispatcher, dispatcher_options
 from lightning_moe.dispatch.deepep import DeepEPDispatcher, HybridEPDispatcher
 from tests import tiny
-from tests.dispatch import test_dispatchers as parity
+from tests.dispatch import cases as parity
 from tests.dispatch.fakes import deepep_gloo, deepep_hybrid, deepep_v1, deepep_v2
 from tests.dispatch.fakes.extract_signatures import RECORD
 from tests.harness import run_ranks, run_ranks_expecting_error
@@ -86,13 +86,12 @@ def test_the_stand_in_has_the_signatures_of_the_release(release: str) -> None:
 
 def all_cases(release: str) -> dict[tuple[str, torch.dtype], dict[str, Tensor]]:
     library, rank, world = begin(release)
-    parity.H = H
     results = {}
     for dtype, cases in ((torch.float32, parity.CASES), (torch.bfloat16, ("random", "uneven", "dropped choices"))):
         library.dtypes = (dtype,)
         dispatcher = on_cpu(release)
         for case in cases:
-            results[case, dtype] = parity.through(layer(dispatcher, dtype), case, dtype, rank, world)
+            results[case, dtype] = parity.through(layer(dispatcher, dtype), case, dtype, rank, world, H)
         gc.collect()
         assert not library.routes, "handles that nobody needs"
         dispatcher.finalize()
@@ -121,11 +120,7 @@ def test_same_as_dense(release: str, world: int) -> None:
 @cache
 def dense(case: str, world: int) -> list[dict[str, Tensor]]:
     """The results of each rank at this file's width."""
-    width, parity.H = parity.H, H
-    try:
-        return parity.dense(case, world)
-    finally:
-        parity.H = width
+    return parity.dense(case, world, H)
 
 
 def what_arrives(release: str) -> None:
@@ -173,13 +168,12 @@ def test_an_expert_chosen_twice_counts_twice() -> None:
 def recomputed(release: str) -> None:
     """Rows must come in the order of the first forward, whose route the backward takes."""
     library, rank, world = begin(release)
-    parity.H = H
     served = layer(on_cpu(release))
     gradients = []
     for recompute in (False, True):
         index, weights = parity.routing("random", rank, world)
-        hidden = parity.tokens_of(rank, len(index)).requires_grad_()
-        local = parity.expert_weights().chunk(world)[rank].requires_grad_()
+        hidden = parity.tokens_of(rank, len(index), H).requires_grad_()
+        local = parity.expert_weights(H).chunk(world)[rank].requires_grad_()
 
         def moe(hidden: Tensor, weights: Tensor, index: Tensor = index, local: Tensor = local) -> Tensor:
             d = served.dispatch(hidden, index, weights)

@@ -10,81 +10,8 @@ from torch import Tensor
 
 from lightning_moe.dispatch import build_dispatcher, dispatcher_options
 from lightning_moe.dispatch.all_to_all import AllToAllDispatcher
-from lightning_moe.dispatch.base import Dispatcher
+from tests.dispatch.cases import CASES, E, H, build, compute, dense, expert_weights, routing, through, tokens_of
 from tests.harness import run_ranks
-
-E, H, K = 8, 4, 3
-
-
-def routing(case: str, rank: int, world: int) -> tuple[Tensor, Tensor]:
-    """``[T, K]`` indices and weights of one rank."""
-    generator = torch.Generator().manual_seed(10 + rank)
-    num_tokens = {"none on rank 0": 0 if rank == 0 else 5, "none anywhere": 0, "uneven": 3 * rank + 1}.get(case, 6)
-    index = torch.rand(num_tokens, E, generator=generator).argsort(1)[:, :K]
-    if case == "all to one expert":
-        index = torch.full((num_tokens, 1), E - 1)
-    elif case == "all to rank 0":
-        index = torch.rand(num_tokens, E // world, generator=generator).argsort(1)[:, :K]
-    elif case == "dropped choices":
-        index = index.masked_fill(torch.rand(index.shape, generator=generator) < 0.5, -1)
-        index[0] = -1
-    return index, torch.rand(index.shape, generator=generator)
-
-
-CASES = [
-    "random",
-    "uneven",
-    "none on rank 0",
-    "none anywhere",
-    "all to one expert",
-    "all to rank 0",
-    "dropped choices",
-]
-
-
-def compute(rows: Tensor, tokens_per_expert: Tensor, weight: Tensor) -> Tensor:
-    """Each expert multiplies its rows by its own matrix."""
-    parts = rows.split(tokens_per_expert.tolist())
-    return torch.cat([part @ w for part, w in zip(parts, weight.unbind(0), strict=True)])
-
-
-def expert_weights() -> Tensor:
-    return torch.randn(E, H, H, generator=torch.Generator().manual_seed(0))
-
-
-def tokens_of(rank: int, num_tokens: int) -> Tensor:
-    return torch.randn(num_tokens, H, generator=torch.Generator().manual_seed(20 + rank))
-
-
-def build(name: str, world: int) -> Dispatcher:
-    """A dispatcher by its name; ``all_to_all`` sends a row a choice, ``once`` a row a rank."""
-    if name in ("all_to_all", "once"):
-        return AllToAllDispatcher(deduplicate=name == "once").for_layer()
-    return build_dispatcher(name, world).for_layer()
-
-
-def through(dispatcher: Dispatcher, case: str, dtype: torch.dtype, rank: int, world: int) -> dict[str, Tensor]:
-    """One rank's outputs and gradients of a case."""
-    index, weights = routing(case, rank, world)
-    hidden = tokens_of(rank, len(index)).to(dtype).requires_grad_()
-    weights = weights.requires_grad_()
-    local = expert_weights().chunk(world)[rank].to(dtype).requires_grad_()
-    d = dispatcher.dispatch(hidden, index, weights)
-    assert d.rows.shape == (int(d.tokens_per_expert.sum()), H)
-    assert d.rows.isfinite().all()
-    assert d.row_weights.isfinite().all()
-    assert (d.rows.dtype, d.row_weights.dtype, d.tokens_per_expert.dtype) == (dtype, torch.float32, torch.int64)
-    assert d.tokens_per_expert_host in (None, d.tokens_per_expert.tolist())
-    assert d.tokens_per_expert.shape == (E // world,)
-    assert d.choices_per_expert.tolist() == [int((index == e).sum()) for e in range(E)]
-    rows = compute(d.rows, d.tokens_per_expert, local) * d.row_weights[:, None].to(dtype)
-    out = dispatcher.combine(rows, d.state)
-    assert (out[(index < 0).all(1)] == 0).all()
-    out.square().sum().backward()
-    with torch.no_grad():  # leaves nothing behind that the next call would trip over
-        again = dispatcher.dispatch(hidden, index, weights)
-    assert torch.equal(again.rows, d.rows)
-    return {"out": out.detach(), "hidden": hidden.grad, "weights": weights.grad, "experts": local.grad}
 
 
 def dispatched(name: str, case: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -96,22 +23,6 @@ def dispatched(name: str, case: str, dtype: torch.dtype) -> dict[str, Tensor]:
     dispatcher.finalize()
     dispatcher.finalize()
     return result
-
-
-def dense(case: str, world: int) -> list[dict[str, Tensor]]:
-    """The same, every token through every expert of its choice, without sorting anything."""
-    matrices = expert_weights().requires_grad_()
-    ranks = []
-    for rank in range(world):
-        index, weights = routing(case, rank, world)
-        hidden, weights = tokens_of(rank, len(index)).requires_grad_(), weights.requires_grad_()
-        valid = (index >= 0).float() * weights
-        out = torch.einsum("th,tkhj,tk->tj", hidden, matrices[index.clamp_min(0)], valid)
-        out.square().sum().backward()
-        ranks.append({"out": out.detach(), "hidden": hidden.grad, "weights": weights.grad})
-    for rank, part in enumerate(matrices.grad.chunk(world)):
-        ranks[rank]["experts"] = part
-    return ranks
 
 
 @pytest.mark.parametrize("case", CASES)

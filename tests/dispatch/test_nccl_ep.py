@@ -18,7 +18,7 @@ from lightning_moe import ExpertParallelStrategy, optional
 from lightning_moe.dispatch import build_dispatcher, dispatcher_options
 from lightning_moe.dispatch.nccl_ep import NcclEpDispatcher, nccl_ep_unusable
 from tests import tiny
-from tests.dispatch import test_dispatchers as parity
+from tests.dispatch import cases as parity
 from tests.dispatch.fakes import nccl_ep as fake
 from tests.dispatch.fakes.record_nccl_ep import RECORD
 from tests.harness import run_ranks
@@ -93,14 +93,13 @@ def test_same_as_dense(version: str, world: int, options: dict[str, Any]) -> Non
 
 def in_bfloat16(version: str, width: int) -> dict[str, Tensor]:
     _, rank, world = begin(version, (torch.bfloat16,))
-    parity.H = width
-    return parity.through(layer(OnGloo(), torch.bfloat16), "random", torch.bfloat16, rank, world)
+    made = layer(OnGloo(), torch.bfloat16, hidden_size=width)
+    return parity.through(made, "random", torch.bfloat16, rank, world, width)
 
 
 @pytest.mark.parametrize("version", ["2.18.0", "2.20.2"])
-def test_bfloat16_rows_with_float32_weights(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parity, "H", 8)
-    for got, want in zip(run_ranks(in_bfloat16, 2, version, 8), parity.dense("random", 2), strict=True):
+def test_bfloat16_rows_with_float32_weights(version: str) -> None:
+    for got, want in zip(run_ranks(in_bfloat16, 2, version, 8), parity.dense("random", 2, 8), strict=True):
         assert got["hidden"].dtype == got["experts"].dtype == torch.bfloat16
         assert got["weights"].dtype == torch.float32
         for key in want:
