@@ -47,8 +47,9 @@ class LateTensor(Tensor):
     def now(self) -> Tensor:
         """Wait for the tensor."""
         if self._now is None:
-            with torch.enable_grad() if self._learns else torch.no_grad():
+            with torch.set_grad_enabled(self._learns or torch.is_grad_enabled()):
                 self._now = self._finish()
+            assert self._now.requires_grad == self._learns, "what was promised"
             for hook in self._hooks:
                 self._now.register_hook(hook)
         return self._now

@@ -89,7 +89,7 @@ class RoutedExperts:
 
         if not torch.compiler.is_compiling():
             self.watch.enter_forward(self._in_forward, self.name)
-        homeward = self._depart(hidden_TH, index_TK, weights_TK)
+        homeward, learns = self._depart(hidden_TH, index_TK, weights_TK)
         if not torch.compiler.is_compiling():
             self.watch.place = self._after_forward
 
@@ -104,11 +104,6 @@ class RoutedExperts:
 
         if not self._may_be_late():
             return arrive()
-        learns = torch.is_grad_enabled() and (
-            hidden_TH.requires_grad
-            or weights_TK.requires_grad
-            or any(p.requires_grad for p in self.module.parameters())
-        )
         return LateTensor(hidden_states, hidden_states.shape, learns, arrive)
 
     def _may_be_late(self) -> bool:
@@ -116,17 +111,21 @@ class RoutedExperts:
         hooked = self.module._backward_hooks or self.module._backward_pre_hooks
         return self.scope is not None and self.scope.entered and not hooked
 
-    def _depart(self, hidden: Tensor, index: Tensor, weights: Tensor) -> list[InFlight[Tensor]]:
-        """Dispatch and compute; the results are on their way back."""
+    def _depart(self, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[list[InFlight[Tensor]], bool]:
+        """Dispatch and compute; the results are on their way back.
+
+        Returns:
+            The results in parts, and whether they require a gradient.
+        """
         if self.chunks > 1:
             return self._pipelined(hidden, index, weights)
         dispatched = self.dispatcher.dispatch(hidden, index, weights)
         rows = self._weighted(dispatched)
         if self._may_be_late():
-            return [self.dispatcher.start_combine(rows, dispatched.state)]
-        return [arrived(self.dispatcher.combine(rows, dispatched.state))]
+            return [self.dispatcher.start_combine(rows, dispatched.state)], rows.requires_grad
+        return [arrived(self.dispatcher.combine(rows, dispatched.state))], rows.requires_grad
 
-    def _pipelined(self, hidden: Tensor, index: Tensor, weights: Tensor) -> list[InFlight[Tensor]]:
+    def _pipelined(self, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[list[InFlight[Tensor]], bool]:
         """Dispatch, compute and combine in parts, so that rows of the others travel while those of one are computed.
 
         All parts leave before the first is computed: their counts take one exchange and one wait for the host, and
@@ -136,11 +135,13 @@ class RoutedExperts:
         sizes = [len(part) for part in torch.arange(len(hidden)).tensor_split(self.chunks)]
         parts = (tensor.split(sizes) for tensor in (hidden, index, weights))
         flights = self.dispatcher.start(list(zip(*parts, strict=True)))
-        homeward = []
+        homeward, learns = [], False
         for flight in flights:
             dispatched = flight.wait()
-            homeward.append(self.dispatcher.start_combine(self._weighted(dispatched), dispatched.state))
-        return homeward
+            rows = self._weighted(dispatched)
+            learns |= rows.requires_grad
+            homeward.append(self.dispatcher.start_combine(rows, dispatched.state))
+        return homeward, learns
 
     def _weighted(self, dispatched: Dispatched) -> Tensor:
         """Compute the rows that have come, and weight them."""
