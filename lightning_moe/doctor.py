@@ -12,7 +12,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from lightning_moe.optional import probe
+from lightning_moe.optional import one_line, probe
 
 _GIB = 2**30
 
@@ -28,8 +28,8 @@ def main(argv: list[str] | None = None) -> int:
     """
     argparse.ArgumentParser(
         prog="lightning-moe doctor",
-        description="Show versions, devices, process-group backends, and which dispatchers and experts backends are"
-        " usable here. Send this along with a bug report.",
+        description="Show versions, devices, process-group backends, which dispatchers and experts backends are"
+        " usable here, and what 'auto' takes. Send this along with a bug report.",
     ).parse_args(argv)
     return run()
 
@@ -48,17 +48,21 @@ def report() -> Group:
     """Build the report.
 
     Returns:
-        Tables of versions, devices, process-group backends, dispatchers and experts backends, readable at 80 columns.
+        Tables of versions, devices, process-group backends, dispatchers with what ``"auto"`` takes, and experts
+        backends, readable at 80 columns.
     """
-    from lightning_moe.dispatch import dispatcher_options
+    from lightning_moe.dispatch import automatic_here, dispatcher_options
     from lightning_moe.experts import backend_options
+
+    dispatchers = _choices("Dispatchers: how rows reach their expert (strategy option dispatcher=)", dispatcher_options)
+    dispatchers.add_row("auto", Text(_safely(automatic_here)))
 
     return Group(
         _facts("Versions", versions()),
         _facts("Devices", devices()),
-        _choices("Process-group backends", process_group_backends()),
-        _choices("Dispatchers: how rows reach their expert (strategy option dispatcher=)", dispatcher_options()),
-        _choices("Experts backends: what computes the rows (strategy option experts_backend=)", backend_options()),
+        _choices("Process-group backends", process_group_backends),
+        dispatchers,
+        _choices("Experts backends: what computes the rows (strategy option experts_backend=)", backend_options),
     )
 
 
@@ -75,7 +79,7 @@ def versions() -> dict[str, str]:
         "lightning": _distribution("lightning"),
         "transformers": _optional("transformers"),
         "transformer-engine": _optional("transformer_engine"),
-        "deep-ep": _optional("deep_ep"),
+        "deep-ep": _safely(_deepep),
         "CUDA": torch.version.cuda or "none: this torch is built without CUDA",
         "NCCL": _safely(_nccl_version),
     }
@@ -128,6 +132,15 @@ def _optional(name: str) -> str:
     return (found.version or "version unknown") if found.module is not None else found.reason
 
 
+def _deepep() -> str:
+    """The version, and which of its interfaces there are: they are what decides what works."""
+    from lightning_moe.dispatch import deepep_classes
+
+    if probe("deep_ep").module is None:
+        return _optional("deep_ep")
+    return f"{_optional('deep_ep')} with {', '.join(deepep_classes()) or 'no interface that is known here'}"
+
+
 def _nccl_version() -> str:
     if not dist.is_available() or not dist.is_nccl_available():
         return "none: this torch is built without NCCL"
@@ -153,7 +166,7 @@ def _safely(ask: Callable[[], str]) -> str:
     try:
         return ask()
     except Exception as error:
-        return f"unknown ({type(error).__name__}: {' '.join(str(error).split())})"
+        return f"unknown ({one_line(error)})"
 
 
 def _facts(title: str, facts: dict[str, str]) -> Table:
@@ -163,8 +176,12 @@ def _facts(title: str, facts: dict[str, str]) -> Table:
     return table
 
 
-def _choices(title: str, options: dict[str, str]) -> Table:
+def _choices(title: str, ask: Callable[[], dict[str, str]]) -> Table:
     table = _table(title)
+    try:
+        options = ask()
+    except Exception as error:
+        options = {"all": f"cannot be asked: {one_line(error)}"}
     for name, reason in options.items():
         table.add_row(name, Text(f"not usable: {reason}", "yellow") if reason else Text("usable", "green"))
     return table

@@ -43,13 +43,20 @@ class Probe:
 
     @property
     def version(self) -> str:
-        """The version of the installed distribution, or an empty string where there is none."""
+        """The version of the installed distribution, else what the module says of itself, else an empty string."""
         from importlib.metadata import PackageNotFoundError, version
 
         try:
             return version(self.name.replace("_", "-"))
         except PackageNotFoundError:
-            return ""
+            # Some modules come in distributions of several names.
+            return str(getattr(self.module, "__version__", ""))
+
+    @property
+    def why(self) -> str:
+        """Why the import failed, as a sentence with what to do about it."""
+        verb = "" if self.reason.startswith("cannot") else "is "
+        return ": ".join(filter(None, (f"{self.name} {verb}{self.reason}", self.hint)))
 
 
 @cache
@@ -68,9 +75,9 @@ def probe(name: str) -> Probe:
     except ModuleNotFoundError as error:
         if error.name == target.split(".")[0]:
             return Probe(name, None, "not installed", f"pip install 'lightning-moe[{extra}]'")
-        return Probe(name, None, f"cannot be imported: {_one_line(error)}")
-    except Exception as error:
-        return Probe(name, None, f"cannot be imported: {_one_line(error)}")
+        return Probe(name, None, f"cannot be imported: {one_line(error)}")
+    except (Exception, SystemExit) as error:
+        return Probe(name, None, f"cannot be imported: {one_line(error)}")
 
 
 def require(name: str, purpose: str) -> ModuleType:
@@ -95,6 +102,7 @@ def loaded(name: str) -> ModuleType | None:
     return sys.modules.get(_PACKAGES[name][0])
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """Say an exception in one line of at most some 200 characters, with its type."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

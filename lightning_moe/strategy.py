@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_moe.dispatch import Dispatcher, build_dispatcher, check_dispatcher
+from lightning_moe.dispatch import Dispatcher, Needs, check_dispatcher, choose_dispatcher
+from lightning_moe.dispatch.budget import check_max_rows_per_rank
 from lightning_moe.experts import FoundExperts, check_backend, find_experts
 from lightning_moe.files import replace_path
 from lightning_moe.launcher import ScriptLauncher
@@ -39,6 +40,7 @@ from lightning_moe.mesh import (
 from lightning_moe.parallel import Sharded, ShardingOptions, already_sharded, experts_placement, shard_module
 from lightning_moe.parallel.prefetch import check_prefetch_blocks
 from lightning_moe.parallel.recompute import CHECKPOINTING, ActivationCheckpointing
+from lightning_moe.parallel.routed import RoutedExperts
 from lightning_moe.parallel.structure import find_routers
 from lightning_moe.parallel.watch import Watch
 from lightning_moe.precision import MoEPrecision
@@ -72,6 +74,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             results of these travel. Blocks that compute it first have nothing to gain.
         prefetch_blocks: How many blocks ahead weights are gathered in the forward pass, for one more block's weights of
             memory each; ``"auto"`` is 1 on CUDA and 0 on CPU.
+        max_rows_per_rank: Rows (choices of tokens for experts) that a rank computes at most in one forward of an
+            experts module, so that its memory is bounded, also in evaluation. Choices over it are dropped, those with
+            the smallest routing weights first, and counted; ``None`` drops nothing.
         save_distributed_checkpoint: Every rank writes its shards into a folder; else rank 0 writes one file.
         process_group_backend: Backend of ``torch.distributed``, ``None`` for the device's own.
         timeout: How long a collective waits for a rank.
@@ -94,6 +99,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         dispatch_chunks: int = 1,
         overlap_shared_experts: bool = True,
         prefetch_blocks: int | Literal["auto"] = "auto",
+        max_rows_per_rank: int | None = None,
         save_distributed_checkpoint: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -117,6 +123,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         if isinstance(dispatch_chunks, bool) or not isinstance(dispatch_chunks, int) or dispatch_chunks < 1:
             raise ValueError(f"dispatch_chunks={dispatch_chunks!r} must be a positive number of parts")
         check_prefetch_blocks(prefetch_blocks)
+        check_max_rows_per_rank(max_rows_per_rank)
         check_dispatcher(dispatcher)
         check_backend(experts_backend)
         self.expert_parallel_size = expert_parallel_size
@@ -130,6 +137,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self.dispatch_chunks = dispatch_chunks
         self.overlap_shared_experts = overlap_shared_experts
         self.prefetch_blocks: int | Literal["auto"] = prefetch_blocks
+        self.max_rows_per_rank = max_rows_per_rank
         self._sharded: Sharded | None = None
         self._backward_was_here = False
         self._watch = Watch()
@@ -163,6 +171,11 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         if self._sharded is None:
             raise RuntimeError("the layout is known once the strategy has set the model up")
         return self._sharded.layout
+
+    @property
+    def experts(self) -> tuple[RoutedExperts, ...]:
+        """The forwards of the experts modules, with what they have counted; empty before the model is set up."""
+        return () if self._sharded is None else self._sharded.experts
 
     # Set-up
 
@@ -249,7 +262,17 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             self.world_size // self.replicate_size,
             self.num_processes,
         )
-        dispatcher = build_dispatcher(self.dispatcher, size)
+        policy, before = self.precision_plugin.dtype_policy, already_sharded(module)
+        if before is not None and self.dispatcher == "auto":
+            dispatcher, why = before.options.dispatcher, ""
+        else:
+            dispatcher, why = choose_dispatcher(
+                self.dispatcher,
+                size,
+                device=self.root_device,
+                ranks_per_node=self.num_processes,
+                modules=lambda: [_needs(found, policy.param_dtype) for found in experts],
+            )
         options = ShardingOptions(
             dispatcher,
             self.experts_backend,
@@ -260,9 +283,8 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             self.dispatch_chunks,
             self.overlap_shared_experts,
             self.prefetch_blocks,
+            self.max_rows_per_rank,
         )
-        policy = self.precision_plugin.dtype_policy
-        before = already_sharded(module)
         layout = Layout(self.world_size, self.replicate_size, size)
         if before is not None:
             if (before.layout, before.policy) != (layout, policy) or not before.options.same_as(options):
@@ -289,7 +311,8 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         meshes = partial(build_meshes, self._device_mesh, size, self._timeout)
         sharded = shard_module(module, experts, meshes, policy, options, self.root_device)
         rank_zero_info(f"moe_ep: {sharded.layout}; {len(experts)} experts modules, dispatcher {dispatcher.name!r}")
-        for note in (*sharded.notes, *self._notes(sharded.layout, {found.num_experts for found in experts})):
+        notes = self._notes(sharded.layout, {found.num_experts for found in experts})
+        for note in filter(None, (why, *sharded.notes, *notes)):
             rank_zero_info(f"moe_ep: {note}")
         return sharded
 
@@ -486,6 +509,12 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             for experts in self._sharded.experts:
                 experts.dispatcher.finalize()
         super().teardown()
+
+
+def _needs(experts: FoundExperts, dtype: torch.dtype | None) -> Needs:
+    """What an experts module that is not sharded yet asks of a dispatcher."""
+    width = experts.spec.hidden_size(experts.module)
+    return Needs(experts.name, experts.num_experts, width, dtype or next(experts.module.parameters()).dtype)
 
 
 def _warn_no_experts(module: "pl.LightningModule") -> None:

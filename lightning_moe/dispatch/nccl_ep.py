@@ -42,7 +42,7 @@ def nccl_ep_unusable() -> str:
     """
     found = probe("transformer_engine")
     if found.module is None:
-        return ": ".join(filter(None, (f"transformer_engine is {found.reason}", found.hint)))
+        return found.why
     try:
         _library()
     except ModuleNotFoundError:

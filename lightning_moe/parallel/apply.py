@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_moe.dispatch import Dispatcher
+from lightning_moe.dispatch.budget import RowBudget
 from lightning_moe.experts import ExpertsBackend, ExpertsSpec, FoundExperts, choose_backend
 from lightning_moe.experts.peft import check_adapters, install_adapters, materialize_adapters
 from lightning_moe.mesh import Layout, Meshes, experts_per_rank
@@ -65,6 +66,7 @@ class ShardingOptions:
         dispatch_chunks: Parts in which the tokens of a layer travel.
         overlap_shared_experts: Let a block go on while the results of its experts travel.
         prefetch_blocks: Blocks whose weights are gathered ahead of their forward.
+        max_rows_per_rank: Rows that a rank computes at most in one forward of an experts module.
     """
 
     dispatcher: Dispatcher = field(repr=False)
@@ -76,6 +78,7 @@ class ShardingOptions:
     dispatch_chunks: int = 1
     overlap_shared_experts: bool = True
     prefetch_blocks: int | Literal["auto"] = "auto"
+    max_rows_per_rank: int | None = None
 
     def same_as(self, other: "ShardingOptions") -> bool:
         """Whether a module that is sharded with other options needs no change."""
@@ -222,7 +225,9 @@ def _route(
     )
     # One rank alone sends nothing that could travel meanwhile.
     chunks = options.dispatch_chunks if meshes.layout.expert > 1 else 1
-    return RoutedExperts(found.module, found.spec, dispatcher, backend, dtype, found.name, chunks)
+    rows = options.max_rows_per_rank
+    budget = None if rows is None else RowBudget(rows, found.num_experts, meshes.expert_group)
+    return RoutedExperts(found.module, found.spec, dispatcher, backend, dtype, found.name, chunks, budget=budget)
 
 
 class _Sharder:

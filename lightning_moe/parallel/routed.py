@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_moe.dispatch import Dispatched, Dispatcher
+from lightning_moe.dispatch.budget import RowBudget
 from lightning_moe.experts import ExpertsBackend, ExpertsSpec, local_weight
 from lightning_moe.in_flight import InFlight, arrived
 from lightning_moe.parallel.late import LateScope, LateTensor
@@ -23,11 +24,14 @@ class RoutedExperts:
         name: Qualified name of the module in its model, for messages.
         chunks: Parts in which the tokens travel: while one is computed, the next ones are on their way.
         scope: The forward of the block around the module, which may go on before the result is here; ``None`` waits.
+        budget: What drops choices, so that no rank computes too many rows; ``None`` drops nothing.
 
     Attributes:
         watch: Where it marks that this rank is in it.
-        load: ``[E]`` int64 choices of this rank's tokens for each expert of the whole module, summed over the
-            forwards in training mode; ``None`` before the first. Recomputed forwards and evaluation do not count.
+        load: ``[E]`` int64 choices of this rank's tokens for each expert of the whole module, dropped ones included,
+            summed over the forwards in training mode; ``None`` before the first. Recomputed forwards and evaluation do
+            not count.
+        dropped: Scalar int64 choices of this rank's tokens that the budget dropped, summed alike.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class RoutedExperts:
         name: str = "",
         chunks: int = 1,
         scope: LateScope | None = None,
+        budget: RowBudget | None = None,
     ) -> None:
         self.module = module
         self.spec = spec
@@ -49,8 +54,10 @@ class RoutedExperts:
         self.name = name or type(module).__name__
         self.chunks = chunks
         self.scope = scope
+        self.budget = budget
         self.hidden_size = spec.hidden_size(module)
         self.load: Tensor | None = None
+        self.dropped: Tensor | None = None
         self.watch = Watch()
         self._in_forward, self._after_forward = f"forward of {self.name}", f"after the forward of {self.name}"
         self._in_backward = f"backward of {self.name}"
@@ -89,6 +96,10 @@ class RoutedExperts:
 
         if not torch.compiler.is_compiling():
             self.watch.enter_forward(self._in_forward, self.name)
+        if self.budget is not None:
+            within = self.budget.apply(index_TK, weights_TK)
+            index_TK = within.top_k_index
+            self._count(within.chosen, within.dropped)
         homeward, learns = self._depart(hidden_TH, index_TK, weights_TK)
         if not torch.compiler.is_compiling():
             self.watch.place = self._after_forward
@@ -145,12 +156,20 @@ class RoutedExperts:
 
     def _weighted(self, dispatched: Dispatched) -> Tensor:
         """Compute the rows that have come, and weight them."""
-        if self.module.training and not in_recompute():
-            seen = dispatched.choices_per_expert
-            self.load = seen.clone() if self.load is None else self.load.add_(seen)
+        if self.budget is None:
+            self._count(dispatched.choices_per_expert)
         rows_RH = self._compute(dispatched.rows, dispatched.tokens_per_expert, dispatched.tokens_per_expert_host)
         # The weight takes the dtype of the rows: a float32 one would promote the whole [R, H] buffer.
         return rows_RH * dispatched.row_weights.to(rows_RH.dtype).unsqueeze(-1)
+
+    def _count(self, chosen: Tensor, dropped: Tensor | None = None) -> None:
+        if not self.module.training or in_recompute():
+            return
+        if self.load is None or self.dropped is None:
+            self.load, self.dropped = torch.zeros_like(chosen), chosen.new_zeros(())
+        self.load += chosen
+        if dropped is not None:
+            self.dropped += dropped
 
     def _mark_backward(self, _: Tensor) -> None:
         if torch.is_grad_enabled():

@@ -251,25 +251,49 @@ def test_options_and_what_a_version_knows_reach_the_library() -> None:
     assert run_ranks(options_given, 2, "hybrid", {"num_sms": 16})[0].items() >= {"num_sms": (16, 16)}.items()
 
 
-def one_token_too_many(release: str, limit: int | None) -> None:
+def one_token_too_many(release: str, limit: int) -> None:
     library, rank, _ = begin(release)
     served = layer(on_cpu(release, max_tokens_per_rank=limit))
     served.dispatch(*random_call(rank, 6 if rank else 2))
-    served.dispatch(*random_call(rank, limit or 128))  # exactly as many as there is room for
+    served.dispatch(*random_call(rank, limit))  # exactly as many as there is room for
     try:
-        served.dispatch(*random_call(rank, (limit or 128) + 1 if rank == 1 else 3))
+        served.dispatch(*random_call(rank, limit + 1 if rank == 1 else 3))
     finally:
         assert library.log.count("dispatch 1") == 2, "nobody waits inside the library"
 
 
-@pytest.mark.parametrize(("release", "limit"), [("v2", None), ("v2_5", 7), ("hybrid", 7)])
-def test_a_call_beyond_the_capacity_is_an_error_on_every_rank(release: str, limit: int | None) -> None:
+@pytest.mark.parametrize(("release", "limit"), [("v2", 128), ("v2_5", 7), ("hybrid", 7)])
+def test_a_call_beyond_the_capacity_is_an_error_on_every_rank(release: str, limit: int) -> None:
     errors = run_ranks_expecting_error(one_token_too_many, 2, release, limit)
     name = "HybridEPDispatcher" if release == "hybrid" else "DeepEPDispatcher"
-    room, origin = limit or 128, f"max_tokens_per_rank={limit}" if limit else "128, from its first call"
     assert errors[0] == errors[1]
-    for part in (f"room for {room} tokens a rank ({origin})", f"dispatcher={name}(max_tokens_per_rank={room + 1})"):
+    for part in (f"max_tokens_per_rank={limit} tokens a rank", f"dispatcher={name}(max_tokens_per_rank={limit + 1})"):
         assert part in errors[0]
+
+
+def more_tokens_than_before(release: str) -> list[Any]:
+    """A validation batch is smaller than what training brings; the backward of a call may come after the next."""
+    library, rank, _ = begin(release)
+    dispatcher = on_cpu(release)
+    served, outs = layer(dispatcher), []
+    for num_tokens in (2, 129 if rank == 1 else 3, 300, 20):
+        hidden, index, weights = random_call(rank, num_tokens)
+        hidden.requires_grad_()
+        d = served.dispatch(hidden, index, weights)
+        out = served.combine(d.rows * d.row_weights[:, None], d.state)
+        torch.testing.assert_close(out, hidden * weights.sum(1, keepdim=True))
+        outs.append((out, hidden, weights))
+    for out, hidden, weights in outs:
+        out.sum().backward()
+        torch.testing.assert_close(hidden.grad, weights.sum(1, keepdim=True).expand_as(hidden))
+    dispatcher.finalize()
+    assert sum(line.startswith("destroy") for line in library.log) in (0, len(library.made))
+    return [made["tokens"] for made in library.made]
+
+
+@pytest.mark.parametrize("release", ["v2", "v2_5", "hybrid"])
+def test_a_buffer_grows_for_all_ranks_together(release: str) -> None:
+    assert run_ranks(more_tokens_than_before, 2, release) == [[128, 256, 512]] * 2
 
 
 def no_capacity_needed() -> None:

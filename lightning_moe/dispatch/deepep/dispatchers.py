@@ -28,13 +28,13 @@ class DeepEPDispatcher(TransportDispatcher):
     opens new ones. :attr:`rows_sent` and :attr:`bytes_sent` stay 0: to count them would wait for the device.
 
     ``EPBuffer`` and ``ElasticBuffer`` have room for a fixed number of tokens. The ranks compare what they bring in one
-    small exchange a call, so that one token too many is an error on every rank.
+    small exchange a call, so that all open a larger buffer together, or raise where ``max_tokens_per_rank`` is given.
 
     Args:
         num_sms: Multiprocessors that its kernels occupy, an even number; ``None`` leaves it to the library.
         num_qps: RDMA queue pairs; ``None`` leaves it to the library.
         max_tokens_per_rank: Most tokens that a rank brings to one call; ``None`` takes the most of the first call,
-            rounded up to a multiple of 128. ``Buffer`` needs none.
+            rounded up to a multiple of 128, and doubles it where a later one brings more. ``Buffer`` needs none.
 
     Raises:
         ValueError: If an option is out of its range.
@@ -126,7 +126,7 @@ class HybridEPDispatcher(DeepEPDispatcher):
     Args:
         num_sms: Multiprocessors that its kernels occupy, an even number; ``None`` leaves it to the library.
         max_tokens_per_rank: Most tokens that a rank brings to one call; ``None`` takes the most of the first call,
-            rounded up to a multiple of 128.
+            rounded up to a multiple of 128, and doubles it where a later one brings more.
 
     Raises:
         ValueError: If an option is out of its range.
@@ -143,7 +143,7 @@ def find(transports: tuple[type[BufferTransport], ...]) -> tuple[ModuleType | No
     """The package with a class that one of some transports needs, or ``None`` and the reason in one line."""
     found = probe("deep_ep")
     if found.module is None:
-        return None, ": ".join(filter(None, (f"deep_ep is {found.reason}", found.hint)))
+        return None, found.why
     names = [transport.class_name for transport in transports]
     if any(hasattr(found.module, name) for name in names):
         return found.module, ""

@@ -29,7 +29,7 @@ class Options:
     Attributes:
         num_sms: Multiprocessors that the kernels occupy.
         num_qps: RDMA queue pairs.
-        max_tokens_per_rank: Most tokens that a rank brings to one call; ``None`` takes it from the first call.
+        max_tokens_per_rank: Most tokens that a rank brings to one call; ``None`` takes it from the calls.
     """
 
     num_sms: int | None = None
@@ -134,7 +134,7 @@ class BufferTransport(Transport):
     max_experts: ClassVar[int | None] = None
     max_local_experts: ClassVar[int | None] = None
     max_top_k: ClassVar[int | None] = None
-    # The buffer has room for this many tokens, or for the most of the group's first call rounded up to a multiple.
+    # Without max_tokens_per_rank the buffer has room for the most tokens of the group, rounded up to a multiple.
     capacity_multiple: ClassVar[int] = 128
 
     def __init__(self, package: ModuleType, layer: Layer, options: Options, shared: SharedBuffers) -> None:
@@ -151,6 +151,8 @@ class BufferTransport(Transport):
             ValueError: The same on every rank; it names what is allowed.
         """
         layer = self.layer
+        if not layer.hidden_size:
+            self.refuse("experts whose width is known before the first call", "experts that do not tell it")
         if layer.hidden_size % self.hidden_multiple:
             self.refuse(f"rows whose width is a multiple of {self.hidden_multiple}", f"width {layer.hidden_size}")
         if self.max_experts is not None and layer.num_experts > self.max_experts:
@@ -190,9 +192,10 @@ class BufferTransport(Transport):
 
     def buffer(self, key: Hashable, top_k: int, capacity: int = 0) -> Any:
         """The buffer of this layer and of all others with the same key, opened if need be. Collective then."""
-        if key not in self.shared.opened:
-            self.shared.opened[key] = self.open(capacity, top_k)
-        return self.shared.opened[key]
+        sized = (key, capacity)
+        if sized not in self.shared.opened:
+            self.shared.opened[sized] = self.open(capacity, top_k)
+        return self.shared.opened[sized]
 
     def received(
         self, rows: Tensor, index: Tensor, weights: Tensor, tokens_per_expert: list[int], handle: Any
@@ -226,29 +229,32 @@ class BufferTransport(Transport):
     def agree(self, key: Hashable, num_tokens: int, device: torch.device) -> tuple[int, int]:
         """Find the most tokens that a rank brings to this call, and the capacity of the buffer. Collective.
 
-        The capacity is settled by the first call. Every rank learns of a later call that exceeds it, also one that
-        itself has few tokens and would wait for the others.
+        Without ``max_tokens_per_rank`` the first call settles the capacity, and one that exceeds it at least doubles
+        it: a larger buffer is opened beside the former, whose routes may still be on their way. Every rank learns of a
+        call that exceeds the capacity, also one that itself has few tokens and would wait for the others.
 
         Returns:
             Both numbers, the same on every rank.
 
         Raises:
-            ValueError: If the call exceeds the capacity.
+            ValueError: If the call exceeds ``max_tokens_per_rank``.
         """
         most_on_device = torch.tensor(num_tokens, device=device)
         dist.all_reduce(most_on_device, dist.ReduceOp.MAX, self.layer.group)
         most, given = int(most_on_device), self.options.max_tokens_per_rank
-        if key not in self.shared.capacity:
-            multiple = self.capacity_multiple
-            self.shared.capacity[key] = given or -(-max(most, 1) // multiple) * multiple
-        capacity = self.shared.capacity[key]
-        if most > capacity:
+        if given is not None and most > given:
             name, made_by = self.layer.dispatcher
-            origin = f"max_tokens_per_rank={given}" if given else f"{capacity}, from its first call"
             raise ValueError(
-                f"the buffers of dispatcher={name!r} have room for {capacity} tokens a rank ({origin}), but a rank"
-                f" brings {most} to one call; set dispatcher={made_by}(max_tokens_per_rank={most}) or more"
+                f"the buffers of dispatcher={name!r} have room for max_tokens_per_rank={given} tokens a rank, but a"
+                f" rank brings {most} to one call; set dispatcher={made_by}(max_tokens_per_rank={most}) or more"
             )
+        capacity = self.shared.capacity.get(key, 0)
+        if given is not None:
+            capacity = given
+        elif most > capacity or not capacity:
+            multiple = self.capacity_multiple
+            capacity = -(-max(most, 2 * capacity, 1) // multiple) * multiple
+        self.shared.capacity[key] = capacity
         return most, capacity
 
 

@@ -1,5 +1,6 @@
 """DeepEP V2: ``deep_ep.ElasticBuffer``."""
 
+import os
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ class V2Transport(BufferTransport):
 
     @override
     def open(self, capacity: int, top_k: int) -> Any:
+        # The library reads the variable, but this argument's default would make it look for a network all the same.
+        no_network = os.environ.get("EP_DISABLE_GIN", "0") not in ("", "0")
         # In one order: a recomputed forward must see its rows where the first one, which the backward goes back along,
         # saw them.
         return self.buffer_class(
@@ -37,6 +40,7 @@ class V2Transport(BufferTransport):
             hidden=self.layer.hidden_size,
             num_topk=top_k,
             deterministic=True,
+            **known(self.buffer_class, allow_hybrid_mode=False if no_network else None),
             **known(self.buffer_class, num_allocated_qps=self.options.num_qps, explicitly_destroy=True),
         )
 
