@@ -56,8 +56,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         expert_parallel_size: Ranks that share the experts of one layer, or ``"auto"``: the largest number that divides
             every layer's expert count, the ranks of one node and those of one replica.
         replicate_size: Number of replicas of the whole sharded model (HSDP); a divisor of the number of ranks.
-        dispatcher: How tokens reach their experts: ``"auto"``, ``"local"`` (one rank), ``"all_to_all"``, or a
-            ``Dispatcher`` object.
+        dispatcher: How tokens reach their experts: ``"auto"``, ``"local"`` (one rank), ``"all_to_all"``, ``"deepep"``,
+            ``"nccl_ep"``, ``"hybridep"``, or a ``Dispatcher`` object. ``"auto"`` is what suits all ranks best, and is
+            logged with the reason.
         experts_backend: What multiplies the rows of the experts: ``"auto"``, ``"loop"`` or ``"grouped_mm"``.
         reshard_after_forward: Free the gathered weights of a module after its forward, and gather them again in the
             backward pass: less memory, more communication. With ``False`` every forward must have its backward before
