@@ -18,12 +18,12 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_moe.dispatch import Dispatcher, Needs, check_dispatcher, choose_dispatcher
+from lightning_moe.dispatch import Dispatcher, check_dispatcher, choose_dispatcher
 from lightning_moe.dispatch.budget import check_max_rows_per_rank
 from lightning_moe.experts import FoundExperts, check_backend, find_experts
 from lightning_moe.files import replace_path
@@ -38,10 +38,10 @@ from lightning_moe.mesh import (
     resolve_expert_parallel_size,
 )
 from lightning_moe.parallel import Sharded, ShardingOptions, already_sharded, experts_placement, shard_module
+from lightning_moe.parallel.advice import needs_of, warn_coarse_buffers, warn_no_experts
 from lightning_moe.parallel.prefetch import check_prefetch_blocks
 from lightning_moe.parallel.recompute import CHECKPOINTING, ActivationCheckpointing
 from lightning_moe.parallel.routed import RoutedExperts
-from lightning_moe.parallel.structure import find_routers
 from lightning_moe.parallel.watch import Watch
 from lightning_moe.precision import MoEPrecision
 
@@ -272,7 +272,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
                 size,
                 device=self.root_device,
                 ranks_per_node=self.num_processes,
-                modules=lambda: [_needs(found, policy.param_dtype) for found in experts],
+                modules=lambda: [needs_of(found, policy.param_dtype) for found in experts],
             )
         options = ShardingOptions(
             dispatcher,
@@ -288,26 +288,12 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         )
         layout = Layout(self.world_size, self.replicate_size, size)
         if before is not None:
-            if (before.layout, before.policy) != (layout, policy) or not before.options.same_as(options):
-                raise ValueError(
-                    f"{type(module).__name__} is sharded already as {before.layout} with {before.policy} and"
-                    f" {before.options}, and cannot be sharded again as {layout} with {policy} and {options}; use the"
-                    " same options, or build a new LightningModule"
-                )
+            before.check_again(module, layout, policy, options)
             return before
-        apart = [found.name for found in experts if found.spec.modules is not None]
-        if apart and size > 1 and not self._save_distributed_checkpoint:
-            raise ValueError(
-                f"save_distributed_checkpoint=False cannot gather the experts of {apart[0]!r}, which are modules that"
-                f" exist on one of {size} ranks each; set save_distributed_checkpoint=True or expert_parallel_size=1"
-            )
-        for found in experts:
-            found.spec.check_ranks(found.name, found.module, size)
-            for parameter in found.module.parameters(recurse=False):
-                experts_placement(parameter, layout)
+        self._check_experts(experts, layout)
         if not experts:
-            _warn_no_experts(module)
-        _warn_coarse_buffers(module, experts)
+            warn_no_experts(module)
+        warn_coarse_buffers(module, experts)
         self.precision_plugin.convert_module(module)
         meshes = partial(build_meshes, self._device_mesh, size, self._timeout)
         sharded = shard_module(module, experts, meshes, policy, options, self.root_device)
@@ -316,6 +302,19 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         for note in filter(None, (why, *sharded.notes, *notes)):
             rank_zero_info(f"moe_ep: {note}")
         return sharded
+
+    def _check_experts(self, experts: Sequence[FoundExperts], layout: Layout) -> None:
+        apart = [found.name for found in experts if found.spec.modules is not None]
+        if apart and layout.expert > 1 and not self._save_distributed_checkpoint:
+            raise ValueError(
+                f"save_distributed_checkpoint=False cannot gather the experts of {apart[0]!r}, which are modules that"
+                f" exist on one of {layout.expert} ranks each; set save_distributed_checkpoint=True or"
+                " expert_parallel_size=1"
+            )
+        for found in experts:
+            found.spec.check_ranks(found.name, found.module, layout.expert)
+            for parameter in found.module.parameters(recurse=False):
+                experts_placement(parameter, layout)
 
     def _notes(self, layout: Layout, expert_counts: set[int]) -> list[str]:
         """What ``"auto"`` could not do, with the reason."""
@@ -510,35 +509,6 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             for experts in self._sharded.experts:
                 experts.dispatcher.finalize()
         super().teardown()
-
-
-def _needs(experts: FoundExperts, dtype: torch.dtype | None) -> Needs:
-    """What an experts module that is not sharded yet asks of a dispatcher."""
-    width = experts.spec.hidden_size(experts.module)
-    return Needs(experts.name, experts.num_experts, width, dtype or next(experts.module.parameters()).dtype)
-
-
-def _warn_no_experts(module: "pl.LightningModule") -> None:
-    rank_zero_warn(
-        f"strategy='moe_ep' found no experts in {type(module).__name__} and trains it with FSDP2 alone. If it has"
-        " experts, teach the strategy their class:"
-        " lightning_moe.register_experts(MyExperts, ExpertsSpec(up='...', down='...', activation=...))"
-    )
-
-
-def _warn_coarse_buffers(module: "pl.LightningModule", experts: Sequence[FoundExperts]) -> None:
-    """Point out buffers of routers, such as correction biases, that somebody cast: no cast brings their bits back."""
-    routers = {id(router) for router in find_routers(module, experts)}
-    for name, submodule in module.named_modules():
-        if id(submodule) not in routers:
-            continue
-        for buffer_name, buffer in submodule.named_buffers(prefix=name):
-            if buffer.dtype in (torch.bfloat16, torch.float16):
-                rank_zero_warn(
-                    f"{buffer_name} of a router is {str(buffer.dtype).removeprefix('torch.')}, in which near-ties"
-                    " between experts cannot be told apart: leave the casting of the model to Trainer(precision=...),"
-                    " which keeps the buffers in float32"
-                )
 
 
 def _destroy_process_group() -> None:

@@ -50,6 +50,19 @@ class Sharded:
     experts: tuple[RoutedExperts, ...]
     notes: tuple[str, ...]
 
+    def check_again(self, module: nn.Module, layout: Layout, policy: DtypePolicy, options: "ShardingOptions") -> None:
+        """Check that what is asked of the module now is what was done to it.
+
+        Raises:
+            ValueError: If it is not.
+        """
+        if (self.layout, self.policy) != (layout, policy) or not self.options.same_as(options):
+            raise ValueError(
+                f"{type(module).__name__} is sharded already as {self.layout} with {self.policy} and"
+                f" {self.options}, and cannot be sharded again as {layout} with {policy} and {options}; use the"
+                " same options, or build a new LightningModule"
+            )
+
 
 @dataclass(frozen=True)
 class ShardingOptions:
@@ -133,16 +146,7 @@ def shard_module(
         for found, (backend, dtype) in zip(experts, backends, strict=True)
     ]
 
-    copy_from_rank_zero(module, device)
-    sharder = _Sharder(module, experts, meshes, policy, options, device)
-    with shared_random_state(device):
-        materialize_adapters(module, device)
-        for _, block in blocks:
-            sharder.shard(block, policy.inner())
-        for _, root in roots:
-            # Resharded after the forward as the blocks are, where FSDP2 by itself would keep them gathered: a forward
-            # that no backward follows would leave a copy behind that goes stale, and stand in for the parameters.
-            sharder.shard(root, policy.outer())
+    _shard_units(module, experts, blocks, roots, meshes, policy, options, device)
     _sum_gradients(module)
     prefetch(blocks, options.prefetch_blocks, device)
     if options.overlap_shared_experts and meshes.layout.expert > 1 and not options.compile:
@@ -157,6 +161,29 @@ def shard_module(
     sharded = Sharded(meshes.layout, policy, options, tuple(routed), tuple(notes))
     object.__setattr__(module, _SHARDED, sharded)
     return sharded
+
+
+def _shard_units(
+    module: nn.Module,
+    experts: Sequence[FoundExperts],
+    blocks: Sequence[tuple[str, nn.Module]],
+    roots: Sequence[tuple[str, nn.Module]],
+    meshes: Meshes,
+    policy: DtypePolicy,
+    options: ShardingOptions,
+    device: torch.device,
+) -> None:
+    """Give every rank the same weights, block by block, and cut them. Collective."""
+    copy_from_rank_zero(module, device)
+    sharder = _Sharder(module, experts, meshes, policy, options, device)
+    with shared_random_state(device):
+        materialize_adapters(module, device)
+        for _, block in blocks:
+            sharder.shard(block, policy.inner())
+        for _, root in roots:
+            # Resharded after the forward as the blocks are, where FSDP2 by itself would keep them gathered: a forward
+            # that no backward follows would leave a copy behind that goes stale, and stand in for the parameters.
+            sharder.shard(root, policy.outer())
 
 
 def _overlap_shared_experts(model: nn.Module, experts: Sequence[FoundExperts], routed: Sequence[RoutedExperts]) -> None:
