@@ -47,7 +47,8 @@ class LateTensor(Tensor):
     def now(self) -> Tensor:
         """Wait for the tensor."""
         if self._now is None:
-            with torch.set_grad_enabled(self._learns or torch.is_grad_enabled()):
+            # As where it was promised, wherever it is used first.
+            with torch.inference_mode(False), torch.set_grad_enabled(self._learns):
                 self._now = self._finish()
             assert self._now.requires_grad == self._learns, "what was promised"
             for hook in self._hooks:
@@ -65,9 +66,9 @@ class LateTensor(Tensor):
                     return func(*args, **kwargs)
             if func is Tensor.register_hook:
                 return first._hooks.append(args[1])
-            if func in _VIEWS:
+            if func in _VIEWS and (torch.is_grad_enabled() or not first._learns):
                 shape = func(torch.empty(first.shape, device="meta"), *args[1:], **kwargs).shape
-                return LateTensor(first, shape, first.requires_grad, lambda: func(first.now(), *args[1:], **kwargs))
+                return LateTensor(first, shape, first._learns, lambda: func(first.now(), *args[1:], **kwargs))
         args, kwargs = tree_map(on_time, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -99,12 +100,22 @@ class LateScope:
 
     def __init__(self, block: nn.Module) -> None:
         self.entered = False
+        self._promised: list[LateTensor] = []
         self._forward = block.forward
         block.forward = self._within
 
+    def promise(self, late: LateTensor) -> LateTensor:
+        """Note a tensor that has to be here when the block ends."""
+        self._promised.append(late)
+        return late
+
     def _within(self, *args: Any, **kwargs: Any) -> Any:
         before, self.entered = self.entered, True
+        outer, self._promised = self._promised, []
         try:
-            return tree_map(on_time, self._forward(*args, **kwargs))
+            result = tree_map(on_time, self._forward(*args, **kwargs))
+            for late in self._promised:  # also what is hidden in an object, or not used
+                late.now()
+            return result
         finally:
-            self.entered = before
+            self.entered, self._promised = before, outer

@@ -115,7 +115,8 @@ class RoutedExperts:
 
         if not self._may_be_late():
             return arrive()
-        return LateTensor(hidden_states, hidden_states.shape, learns, arrive)
+        assert self.scope is not None
+        return self.scope.promise(LateTensor(hidden_states, hidden_states.shape, learns, arrive))
 
     def _may_be_late(self) -> bool:
         # A backward hook of the module is an autograd.Function around its result.

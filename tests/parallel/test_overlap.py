@@ -2,6 +2,7 @@
 
 import os
 import time
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from lightning_moe.dispatch import once_per_rank
 from lightning_moe.dispatch.all_to_all import AllToAllDispatcher
 from lightning_moe.nn import MoE
-from lightning_moe.parallel.late import LateTensor, on_time
+from lightning_moe.parallel.late import LateScope, LateTensor, on_time
 from tests import tiny
 from tests.dispatch.slow_link import Link, SlowLinkDispatcher
 from tests.harness import run_ranks
@@ -189,6 +190,36 @@ def test_a_late_tensor_can_be_asked_what_it_is_and_viewed() -> None:
     assert log == ["waited"]
     torch.testing.assert_close(value.grad, 2 * torch.arange(6.0) + 1)
     assert len(seen) == 1
+
+
+def test_a_view_without_gradients_has_none_and_inference_mode_changes_nothing() -> None:
+    value = torch.ones(3, requires_grad=True)
+    promised = late(value, [])
+    with torch.no_grad():
+        view = promised.view(3, 1)
+    with torch.inference_mode():
+        assert float(promised.sum()) == 3
+    (promised + view.squeeze(1)).sum().backward()
+    assert value.grad.tolist() == [1, 1, 1]
+
+
+class Hides(nn.Module):
+    """Returns a result in an object that nobody looks into, and does not use another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        self.scope = LateScope(self)
+
+    def forward(self, value: Tensor) -> Any:
+        self.scope.promise(late(value, self.log))
+        return SimpleNamespace(hidden=self.scope.promise(late(value, self.log)))
+
+
+def test_nothing_that_is_late_leaves_the_block() -> None:
+    block = Hides()
+    block(torch.ones(3))
+    assert block.log == ["waited"] * 2
 
 
 def test_a_late_tensor_that_is_changed_in_place_is_a_tensor() -> None:
