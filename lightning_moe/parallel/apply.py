@@ -148,7 +148,7 @@ def shard_module(
 
     _shard_units(module, experts, blocks, roots, meshes, policy, options, device)
     _sum_gradients(module)
-    prefetch(blocks, options.prefetch_blocks, device)
+    prefetch(blocks, roots, options.prefetch_blocks, device)
     if options.overlap_shared_experts and meshes.layout.expert > 1 and not options.compile:
         _overlap_shared_experts(module, experts, routed)
     for found, forward in zip(experts, routed, strict=True):

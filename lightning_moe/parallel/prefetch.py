@@ -24,11 +24,18 @@ def check_prefetch_blocks(prefetch_blocks: object) -> None:
         raise ValueError(f"prefetch_blocks={prefetch_blocks!r} must be 'auto' or a number of blocks, 0 for none")
 
 
-def prefetch(blocks: Sequence[tuple[str, nn.Module]], prefetch_blocks: int | str, device: torch.device) -> None:
+def prefetch(
+    blocks: Sequence[tuple[str, nn.Module]],
+    roots: Sequence[tuple[str, nn.Module]],
+    prefetch_blocks: int | str,
+    device: torch.device,
+) -> None:
     """Let each block ask for the weights of those after it.
 
     Args:
         blocks: Qualified names and sharded blocks, in the order in which they run.
+        roots: Qualified names and modules that FSDP2 knows as roots. Blocks that are roots themselves are left out: one
+            root cannot gather for another.
         prefetch_blocks: How many blocks ahead; ``"auto"`` is 1 on CUDA and none on CPU, where gathering is computation.
         device: The device of this rank.
     """
@@ -37,6 +44,8 @@ def prefetch(blocks: Sequence[tuple[str, nn.Module]], prefetch_blocks: int | str
         return
     stacks: dict[str, list[nn.Module]] = {}
     for name, block in blocks:
+        if not any(name.startswith(f"{root}.") for root, _ in roots):
+            continue
         stacks.setdefault(name.rpartition(".")[0], []).append(block)
     for stack in stacks.values():
         for position, block in enumerate(stack):

@@ -184,7 +184,12 @@ class _Costly(TorchDispatchMode, Keeper):
 
     @override
     def keep(self, compute: Callable[[], _T]) -> _T:
-        return self._kept_as("a collective", compute)
+        def apart() -> _T:
+            # Choices made inside, such as an order of rows, are not made again: they must not be on the other tape.
+            with torch._C.DisableTorchFunction():
+                return compute()
+
+        return self._kept_as("a collective", apart)
 
     @override
     def keep_flight(self, send: Callable[[], InFlight[_T]]) -> InFlight[_T]:
@@ -193,7 +198,14 @@ class _Costly(TorchDispatchMode, Keeper):
             return arrived(_repeated(self.tape.next()))
         place: list[_Kept] = []
         self.tape.keep(place)
-        return send().then(lambda came: _keep_in(place, "a collective", came))
+        with torch._C.DisableTorchFunction():
+            flight = send()
+
+        def arrive() -> _T:
+            with torch._C.DisableTorchFunction():
+                return _keep_in(place, "a collective", flight.wait())
+
+        return InFlight(arrive)
 
     def _kept_as(self, what: str, compute: Callable[[], _T]) -> _T:
         if self.replay:

@@ -89,7 +89,7 @@ def full(tensor: Any) -> Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-def train(strategy: Any, module: Net) -> None:
+def train(strategy: Any, module: pl.LightningModule) -> None:
     world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     batches = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1))
     mine = batches.flatten(0, 1)[rank::world]
@@ -320,3 +320,56 @@ def test_the_next_block_is_gathered_before_the_experts_of_one_wait_for_the_host(
 def test_a_wrong_number_of_blocks_is_refused(blocks: Any) -> None:
     with pytest.raises(ValueError, match=r"prefetch_blocks=.* must be 'auto' or a number of blocks"):
         tiny.moe_ep(prefetch_blocks=blocks)
+
+
+# Recompute
+
+
+class SortsAfterwards(MoE):
+    """Makes a choice of its own after the experts, of as many numbers as the dispatcher sorts."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        both = torch.cat((super().forward(hidden), hidden))
+        order = torch.argsort(both.sum(-1))
+        scaled = both[order] * torch.linspace(0, 1, len(both)).unsqueeze(1)
+        return hidden + scaled[: len(hidden)] + scaled[len(hidden) :]
+
+
+def sorted_gradients(mode: str) -> dict[str, Tensor]:
+    pl.seed_everything(0, verbose=False)
+    module = Net()
+    module.block["moe"] = SortsAfterwards(16, 16, num_experts=4, top_k=2)
+    options = {"activation_checkpointing": mode, "block_classes": ["SortsAfterwards"]}
+    train(tiny.moe_ep(expert_parallel_size=2, dispatcher=AllToAllDispatcher(False), **options), module)
+    return module.results["gradients"]
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_orders_of_the_dispatcher_are_not_taken_for_choices_of_the_block(mode: str) -> None:
+    plain, again = (run_ranks(sorted_gradients, 2, kind)[0] for kind in ("none", mode))
+    for name, gradient in plain.items():
+        torch.testing.assert_close(again[name], gradient, rtol=1e-5, atol=1e-7)
+
+
+class RootBlocks(pl.LightningModule):
+    """Calls its blocks itself: each is a root of FSDP2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([MoE(16, 16, num_experts=4, top_k=2) for _ in range(3)])
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        for layer in self.layers:
+            batch = batch + layer(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def fit_root_blocks() -> None:
+    train(tiny.moe_ep(expert_parallel_size=2, prefetch_blocks=1, block_classes=["MoE"]), RootBlocks())
+
+
+def test_blocks_that_are_roots_are_not_gathered_ahead() -> None:
+    run_ranks(fit_root_blocks, 2)

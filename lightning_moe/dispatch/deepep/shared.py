@@ -258,12 +258,17 @@ class BufferTransport(Transport):
         return most, capacity
 
 
-def in_flight(value: T, event: Any, asynchronous: bool) -> InFlight[T]:
-    """What a call has returned, to be used once its event has come."""
+def in_flight(value: T, event: Any, asynchronous: bool, source: Tensor) -> InFlight[T]:
+    """What a call has returned, to be used once its event has come.
+
+    Until then it owns what the call reads: autograd adds in place to a gradient that nobody else owns.
+    """
+    owned = [source]
 
     def finish() -> T:
         if asynchronous:
             event.current_stream_wait()
+        owned.clear()
         return value
 
     return InFlight(finish)

@@ -90,7 +90,7 @@ class V1Transport(BufferTransport):
                 **self._own_stream(asynchronous),
             )
         route = Route(buffer, handle)
-        return in_flight((arrived, local, local_weights), event, asynchronous).then(
+        return in_flight((arrived, local, local_weights), event, asynchronous, rows).then(
             lambda came: self.received(*came, list(counts), route)
         )
 
@@ -107,7 +107,7 @@ class V1Transport(BufferTransport):
             arrived, *_, event = handle.buffer.dispatch(
                 x=rows.contiguous(), handle=handle.handle, **self._own_stream(asynchronous)
             )
-        return in_flight(arrived, event, asynchronous)
+        return in_flight(arrived, event, asynchronous, rows)
 
     @override
     def bring_back(
@@ -120,4 +120,4 @@ class V1Transport(BufferTransport):
                 x=rows.contiguous(), handle=handle.handle, topk_weights=weights, **self._own_stream(asynchronous)
             )
         self.shared.combining = event if asynchronous else None
-        return in_flight((back, back_weights), event, asynchronous)
+        return in_flight((back, back_weights), event, asynchronous, rows)
