@@ -14,7 +14,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import _distributed_is_initialized
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -38,7 +37,7 @@ from lightning_moe.mesh import (
     resolve_expert_parallel_size,
 )
 from lightning_moe.parallel import Sharded, ShardingOptions, already_sharded, experts_placement, shard_module
-from lightning_moe.parallel.advice import needs_of, warn_coarse_buffers, warn_no_experts
+from lightning_moe.parallel.advice import check_trainer, needs_of, warn_coarse_buffers, warn_no_experts
 from lightning_moe.parallel.prefetch import check_prefetch_blocks
 from lightning_moe.parallel.recompute import CHECKPOINTING, ActivationCheckpointing
 from lightning_moe.parallel.routed import RoutedExperts
@@ -74,7 +73,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         overlap_shared_experts: Let a block that computes its shared expert after the routed ones do so while the
             results of these travel. Blocks that compute it first have nothing to gain.
         prefetch_blocks: How many blocks ahead weights are gathered in the forward pass, for one more block's weights of
-            memory each; ``"auto"`` is 1 on CUDA and 0 on CPU.
+            memory each; ``"auto"`` is 1 on CUDA and 0 on CPU. Blocks that ``training_step`` calls itself are left out.
         max_rows_per_rank: Rows (choices of tokens for experts) that a rank computes at most in one forward of an
             experts module, so that its memory is bounded, also in evaluation. Choices over it are dropped, those with
             the smallest routing weights first, and counted; ``None`` drops nothing.
@@ -122,7 +121,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
                 f" {', '.join(map(repr, CHECKPOINTING))}"
             )
         if isinstance(dispatch_chunks, bool) or not isinstance(dispatch_chunks, int) or dispatch_chunks < 1:
-            raise ValueError(f"dispatch_chunks={dispatch_chunks!r} must be a positive number of parts")
+            raise ValueError(
+                f"dispatch_chunks={dispatch_chunks!r} must be a positive number of parts; 1 sends all at once"
+            )
         check_prefetch_blocks(prefetch_blocks)
         check_max_rows_per_rank(max_rows_per_rank)
         check_dispatcher(dispatcher)
@@ -188,8 +189,8 @@ class ExpertParallelStrategy(ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        self._check_imports()
-        self._check_callbacks()
+        assert self.lightning_module is not None
+        check_trainer(self.lightning_module)
         check_replicate_size(self.replicate_size, self.world_size)
         check_expert_parallel_size(self.expert_parallel_size, self.world_size // self.replicate_size)
         assert self.accelerator is not None
@@ -206,28 +207,6 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             )
         assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
-
-    def _check_imports(self) -> None:
-        """Refuse objects of the other package that ships the same code: they would be half connected, silently."""
-        assert self.lightning_module is not None
-        trainer: Any = self.lightning_module.trainer
-        candidates = [self.lightning_module, *trainer.callbacks, *trainer.loggers, getattr(trainer, "datamodule", None)]
-        for candidate in candidates:
-            if any(cls.__module__.split(".")[0] == "pytorch_lightning" for cls in type(candidate).__mro__):
-                raise TypeError(
-                    f"{type(candidate).__name__} comes from the package pytorch_lightning, but the Trainer from"
-                    " lightning.pytorch; import it as `from lightning.pytorch import ...`"
-                )
-
-    def _check_callbacks(self) -> None:
-        assert self.lightning_module is not None
-        trainer: Any = self.lightning_module.trainer
-        for callback in trainer.callbacks:
-            if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-                raise ValueError(
-                    f"{type(callback).__name__} averages a copy of the whole model, which no rank holds under"
-                    " strategy='moe_ep'; remove the callback, or average saved checkpoints"
-                )
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:

@@ -48,3 +48,30 @@ def test_ranks_that_end_well_stop_nothing() -> None:
     done = watching(0.0, "", "")
     assert done.returncode == 0
     assert "rank 0 goes on" in done.stdout
+
+
+FAILING = """
+import os, time
+import lightning.pytorch as pl
+from tests import tiny
+
+class FailsAlone(pl.Callback):
+    def on_train_start(self, trainer, pl_module):
+        if trainer.global_rank == 1:
+            os._exit(3)
+        time.sleep(7)  # longer than Lightning would let it live
+        print("rank 0 can say what it has met", flush=True)
+
+if __name__ == "__main__":
+    trainer = tiny.trainer("moe_ep", devices=2, max_steps=1, callbacks=[FailsAlone()])
+    trainer.fit(tiny.TinyLM(), tiny.loader(tiny.tokens(2), trainer.global_rank, trainer.world_size))
+"""
+
+
+def test_under_the_strategy_rank_0_can_say_why_a_run_ends(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILING)
+    done = in_subprocess([sys.executable, script], timeout=100, env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
+    assert "rank 0 can say what it has met" in done.stdout
+    assert done.returncode == 1, "its own error, not a signal"
+    assert "MissingRankError" in done.stderr

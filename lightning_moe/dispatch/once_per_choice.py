@@ -8,36 +8,27 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe.dispatch.collectives import exchange_tables
-from lightning_moe.dispatch.exchange import ExchangeTransport
+from lightning_moe.dispatch.exchange import ExchangeTransport, Route
 from lightning_moe.dispatch.permute import (
     Routing,
     choices_to_rows,
     make_routing,
     rows_to_tokens,
     sort_choices,
-    tokens_to_rows,
 )
 from lightning_moe.dispatch.transport import Received
 from lightning_moe.in_flight import InFlight
 
 
 @dataclass(frozen=True)
-class Route:
-    """Which rows travel.
+class ChoiceRoute(Route):
+    """Which rows travel, each for one expert.
 
     Attributes:
-        send: Rows that go to each rank.
-        receive: Rows that come from each rank.
-        routing: The order of the rows sent, by expert and then by token.
         local: The order by expert of the rows that came.
-        per_expert: Rows that came for each expert of this rank.
     """
 
-    send: list[int]
-    receive: list[int]
-    routing: Routing
     local: Routing
-    per_expert: list[int]
 
 
 class OncePerChoice(ExchangeTransport):
@@ -48,35 +39,37 @@ class OncePerChoice(ExchangeTransport):
         return 4  # a float32 weight
 
     @override
-    def plan(self, index: Sequence[Tensor], choices_per_expert: Sequence[Tensor]) -> list[Route]:
-        table = choices_per_expert[0].new_zeros(len(index), self.num_ranks * self.block)
-        table[:, : self.num_experts] = torch.stack(tuple(choices_per_expert))
+    def plan(self, index: Sequence[Tensor], choices_per_expert: Sequence[Tensor]) -> list[ChoiceRoute]:
         # Sorting needs nothing from the host and so comes before the wait.
         order = [sort_choices(choices) for choices in index]
-        sent, told, told_on_device = exchange_tables(table.view(-1, self.num_ranks, self.block), self.group)
+        sent, told, told_on_device = exchange_tables(self.by_rank(choices_per_expert), self.group)
         routes = []
         for call, choices in enumerate(index):
             send, receive = ([sum(line) for line in lines[call]] for lines in (sent, told))
-            per_expert = [sum(counts) for counts in zip(*told[call], strict=True)][: self.num_local]
-            counts = told_on_device[call, :, : self.num_local]
-            by_expert, num_rows = expert_major_order(counts, sum(receive)), sum(receive)
+            counts, num_rows = told_on_device[call, :, : self.num_local], sum(receive)
             routes.append(
-                Route(
+                ChoiceRoute(
                     send,
                     receive,
                     make_routing(choices, order[call], choices_per_expert[call], sum(send)),
-                    Routing(by_expert, counts.sum(0), num_rows, 1, complete=True),
-                    per_expert,
+                    self.of_own_experts(told[call]),
+                    Routing(expert_major_order(counts, num_rows), counts.sum(0), num_rows, 1, complete=True),
                 )
             )
         return routes
 
     @override
     def send(
-        self, rows: Tensor, index: Tensor, weights: Tensor, choices_per_expert: Tensor, plan: Route, asynchronous: bool
+        self,
+        rows: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        choices_per_expert: Tensor,
+        plan: ChoiceRoute,
+        asynchronous: bool,
     ) -> InFlight[Received]:
         arriving = self.send_again(rows, plan, asynchronous)
-        weights = choices_to_rows(weights, plan.routing)
+        weights = choices_to_rows(weights, plan.order)
         arriving_weights = self.start(weights, plan.receive, plan.send, asynchronous)
         return InFlight(
             lambda: Received(
@@ -90,20 +83,14 @@ class OncePerChoice(ExchangeTransport):
         )
 
     @override
-    def send_again(self, rows: Tensor, handle: Route, asynchronous: bool) -> InFlight[Tensor]:
-        return self.start(tokens_to_rows(rows, handle.routing), handle.receive, handle.send, asynchronous)
-
-    @override
     def bring_back(
         self, rows: Tensor, weights: Tensor | None, handle: Route, asynchronous: bool
     ) -> InFlight[tuple[Tensor, Tensor | None]]:
-        rows_home = self.start(rows, handle.send, handle.receive, asynchronous)
-        weights_home = (
-            None if weights is None else self.start(weights.reshape(-1), handle.send, handle.receive, asynchronous)
-        )
+        rows_home = self.start_home(rows, handle, asynchronous)
+        weights_home = None if weights is None else self.start_home(weights.reshape(-1), handle, asynchronous)
 
         def finish() -> tuple[Tensor, Tensor | None]:
-            routing = handle.routing
+            routing = handle.order
             tokens = rows_to_tokens(rows_home.wait(), routing)
             if weights_home is None:
                 return tokens, None

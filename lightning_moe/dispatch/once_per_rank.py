@@ -8,31 +8,23 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_moe.dispatch.collectives import exchange_tables
-from lightning_moe.dispatch.exchange import ExchangeTransport
-from lightning_moe.dispatch.permute import Routing, rows_to_tokens, tokens_to_rows
+from lightning_moe.dispatch.exchange import ExchangeTransport, Route
+from lightning_moe.dispatch.permute import Routing, rows_to_tokens
 from lightning_moe.dispatch.transport import Received, local_routing
 from lightning_moe.in_flight import InFlight
 
 
 @dataclass(frozen=True)
-class Route:
-    """Which rows travel.
+class VisitRoute(Route):
+    """Which rows travel; each visit of a token has a slot of its own in the order.
 
     Attributes:
-        send: Rows that go to each rank.
-        receive: Rows that come from each rank.
-        visits: The order of the rows sent, by rank and then by token; each visit of a token has a slot of its own.
         rank_of_row: ``[S]`` int64 rank that each row goes to.
         tokens_per_expert: ``[E_local]`` int64 choices of each expert of this rank.
-        per_expert: The same numbers on the host.
     """
 
-    send: list[int]
-    receive: list[int]
-    visits: Routing
     rank_of_row: Tensor
     tokens_per_expert: Tensor
-    per_expert: list[int]
 
 
 class OncePerRank(ExchangeTransport):
@@ -43,28 +35,33 @@ class OncePerRank(ExchangeTransport):
         return 8 * top_k  # an int32 expert and a float32 weight
 
     @override
-    def plan(self, index: Sequence[Tensor], choices_per_expert: Sequence[Tensor]) -> list[Route]:
+    def plan(self, index: Sequence[Tensor], choices_per_expert: Sequence[Tensor]) -> list[VisitRoute]:
         goes = [self._goes(choices) for choices in index]
-        table = choices_per_expert[0].new_zeros(len(index), self.num_ranks * self.block)
-        table[:, : self.num_experts] = torch.stack(tuple(choices_per_expert))
         visits = torch.stack([goes_there.sum(0) for goes_there in goes])
-        table = torch.cat((table.view(-1, self.num_ranks, self.block), visits.unsqueeze(2)), dim=2)
+        table = torch.cat((self.by_rank(choices_per_expert), visits.unsqueeze(2)), dim=2)
         sent, told, told_on_device = exchange_tables(table, self.group)
         routes = []
         for call, choices in enumerate(index):
             send, receive = ([line[-1] for line in lines[call]] for lines in (sent, told))
-            per_expert = [sum(counts) for counts in zip(*told[call], strict=True)][: self.num_local]
-            tokens_per_expert = told_on_device[call, :, : self.num_local].sum(0)
             order, rank_of_row = order_visits(goes[call], sum(send), choices.shape[1])
-            routes.append(Route(send, receive, order, rank_of_row, tokens_per_expert, per_expert))
+            tokens_per_expert = told_on_device[call, :, : self.num_local].sum(0)
+            routes.append(
+                VisitRoute(send, receive, order, self.of_own_experts(told[call]), rank_of_row, tokens_per_expert)
+            )
         return routes
 
     @override
     def send(
-        self, rows: Tensor, index: Tensor, weights: Tensor, choices_per_expert: Tensor, plan: Route, asynchronous: bool
+        self,
+        rows: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        choices_per_expert: Tensor,
+        plan: VisitRoute,
+        asynchronous: bool,
     ) -> InFlight[Received]:
         arriving = self.send_again(rows, plan, asynchronous)
-        token = plan.visits.token_of_row
+        token = plan.order.token_of_row
         here = self._rank_of(index)[token] == plan.rank_of_row.unsqueeze(1)
         # Which of its choices a row is for: the number of the expert on the rank it goes to, -1 for other ranks'.
         local = torch.where(here, index[token] % self.block, -1).to(torch.int32)
@@ -86,18 +83,14 @@ class OncePerRank(ExchangeTransport):
         return InFlight(finish)
 
     @override
-    def send_again(self, rows: Tensor, handle: Route, asynchronous: bool) -> InFlight[Tensor]:
-        return self.start(tokens_to_rows(rows, handle.visits), handle.receive, handle.send, asynchronous)
-
-    @override
     def bring_back(
         self, rows: Tensor, weights: Tensor | None, handle: Route, asynchronous: bool
     ) -> InFlight[tuple[Tensor, Tensor | None]]:
         parts = [rows] if weights is None else [rows, weights]
-        flights = [self.start(part, handle.send, handle.receive, asynchronous) for part in parts]
+        flights = [self.start_home(part, handle, asynchronous) for part in parts]
 
         def finish() -> tuple[Tensor, Tensor | None]:
-            home = [rows_to_tokens(flight.wait(), handle.visits) for flight in flights]
+            home = [rows_to_tokens(flight.wait(), handle.order) for flight in flights]
             return home[0], None if weights is None else home[1]
 
         return InFlight(finish)

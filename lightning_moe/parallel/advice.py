@@ -1,14 +1,38 @@
-"""What the strategy asks and says of a model before it shards it."""
+"""What the strategy asks and says of a Trainer and a model before it shards it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_moe.dispatch import Needs
 from lightning_moe.experts import FoundExperts
 from lightning_moe.parallel.structure import find_routers
+
+
+def check_trainer(module: "pl.LightningModule") -> None:
+    """Refuse what cannot work beside the strategy.
+
+    Raises:
+        TypeError: For objects of the other package that ships the same code: they would be half connected, silently.
+        ValueError: For callbacks that need the whole model.
+    """
+    trainer: Any = module.trainer
+    for candidate in (module, *trainer.callbacks, *trainer.loggers, getattr(trainer, "datamodule", None)):
+        if any(cls.__module__.split(".")[0] == "pytorch_lightning" for cls in type(candidate).__mro__):
+            raise TypeError(
+                f"{type(candidate).__name__} comes from the package pytorch_lightning, but the Trainer from"
+                " lightning.pytorch; import it as `from lightning.pytorch import ...`"
+            )
+    for callback in trainer.callbacks:
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise ValueError(
+                f"{type(callback).__name__} averages a copy of the whole model, which no rank holds under"
+                " strategy='moe_ep'; remove the callback, or average saved checkpoints"
+            )
 
 
 def needs_of(experts: FoundExperts, dtype: torch.dtype | None) -> Needs:

@@ -20,7 +20,7 @@ from lightning_moe.parallel.compile import check_compile, compile_block
 from lightning_moe.parallel.initialize import copy_from_rank_zero, materialize, shared_random_state
 from lightning_moe.parallel.late import LateScope
 from lightning_moe.parallel.policy import DtypePolicy
-from lightning_moe.parallel.prefetch import prefetch
+from lightning_moe.parallel.prefetch import no_backward_prefetch, prefetch
 from lightning_moe.parallel.recompute import (
     ActivationCheckpointing,
     check_activation_checkpointing,
@@ -149,6 +149,8 @@ def shard_module(
     _shard_units(module, experts, blocks, roots, meshes, policy, options, device)
     _sum_gradients(module)
     prefetch(blocks, roots, options.prefetch_blocks, device)
+    if any(0 in experts_per_rank(found.num_experts, meshes.layout.expert) for found in experts):
+        no_backward_prefetch(module)
     if options.overlap_shared_experts and meshes.layout.expert > 1 and not options.compile:
         _overlap_shared_experts(module, experts, routed)
     for found, forward in zip(experts, routed, strict=True):

@@ -5,12 +5,15 @@ the routed ones travel; in the backward pass it is the other way round, with the
 shared expert first, as Qwen2-MoE's do, has nothing left to compute: there is no overlap with it, and no cost.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 # What a tensor is, which is known before its numbers are; and views, which can wait with it.
@@ -23,10 +26,10 @@ _VIEWS = {Tensor.view, Tensor.reshape, torch.reshape}
 class LateTensor(Tensor):
     """Becomes a tensor at its first use; until then it can be asked what it is, viewed and given hooks."""
 
-    _finish: Callable[[], Tensor]
+    _finish: Callable[[], Tensor] | None
     _learns: bool
     _now: Tensor | None
-    _hooks: list[Callable[[Tensor], Any]]
+    _hooks: OrderedDict[int, Callable[[Tensor], Any]]
 
     @staticmethod
     def __new__(cls, like: Tensor, shape: Sequence[int], requires_grad: bool, finish: Callable[[], Tensor]) -> Self:
@@ -37,7 +40,7 @@ class LateTensor(Tensor):
         if requires_grad:
             with torch._C.DisableTorchFunctionSubclass():
                 late.register_hook(_refuse)
-        late._finish, late._learns, late._now, late._hooks = finish, requires_grad, None, []
+        late._finish, late._learns, late._now, late._hooks = finish, requires_grad, None, OrderedDict()
         return late
 
     @override
@@ -47,13 +50,28 @@ class LateTensor(Tensor):
     def now(self) -> Tensor:
         """Wait for the tensor."""
         if self._now is None:
+            finish, self._finish = self._finish, None
+            assert finish is not None
             # As where it was promised, wherever it is used first.
             with torch.inference_mode(False), torch.set_grad_enabled(self._learns):
-                self._now = self._finish()
-            assert self._now.requires_grad == self._learns, "what was promised"
-            for hook in self._hooks:
-                self._now.register_hook(hook)
+                self._now = finish()
+            if self._now.requires_grad != self._learns:
+                raise RuntimeError(
+                    f"the result of an experts module was promised with requires_grad={self._learns} and came with"
+                    f" {self._now.requires_grad}; set overlap_shared_experts=False of the strategy"
+                )
+            for key in self._hooks:
+                self._now.register_hook(lambda grad, key=key: self._call_hook(key, grad))
         return self._now
+
+    def _call_hook(self, key: int, grad: Tensor) -> Any:
+        hook = self._hooks.get(key)
+        return None if hook is None else hook(grad)  # its handle has removed it
+
+    def _add_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:
+        handle = RemovableHandle(self._hooks)
+        self._hooks[handle.id] = hook
+        return handle
 
     @classmethod
     @override
@@ -65,8 +83,9 @@ class LateTensor(Tensor):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if func is Tensor.register_hook:
-                return first._hooks.append(args[1])
-            if func in _VIEWS and (torch.is_grad_enabled() or not first._learns):
+                return first._add_hook(*args[1:], **kwargs)
+            of_a_dtype = any(isinstance(value, torch.dtype) for value in (*args[1:], *kwargs.values()))
+            if func in _VIEWS and not of_a_dtype and (torch.is_grad_enabled() or not first._learns):
                 shape = func(torch.empty(first.shape, device="meta"), *args[1:], **kwargs).shape
                 return LateTensor(first, shape, first._learns, lambda: func(first.now(), *args[1:], **kwargs))
         args, kwargs = tree_map(on_time, (args, kwargs))
@@ -95,6 +114,10 @@ def on_time(value: Any) -> Any:
     return value.now() if isinstance(value, LateTensor) else value
 
 
+def _inputs_on_time(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    return tree_map(on_time, (args, kwargs))
+
+
 class LateScope:
     """The forward of the block around an experts module: nothing that is late leaves it."""
 
@@ -103,6 +126,10 @@ class LateScope:
         self._promised: list[LateTensor] = []
         self._forward = block.forward
         block.forward = self._within
+        for module in block.modules():
+            # FSDP2 puts the inputs of what it shards through an autograd.Function.
+            if module is not block and isinstance(module, FSDPModule):
+                module.register_forward_pre_hook(_inputs_on_time, prepend=True, with_kwargs=True)
 
     def promise(self, late: LateTensor) -> LateTensor:
         """Note a tensor that has to be here when the block ends."""

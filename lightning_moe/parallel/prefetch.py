@@ -56,6 +56,17 @@ def prefetch(
                 block.set_modules_to_forward_prefetch(wanted)
 
 
+def no_backward_prefetch(module: nn.Module) -> None:
+    """Keep FSDP2 from gathering ahead in the backward pass.
+
+    It goes by the order in which a rank has gathered in the forward pass. A rank that holds no experts gathers none,
+    and so would come to the collectives of all ranks in another order than the others.
+    """
+    for unit in _units(module):
+        # To be gathered ahead is what is there: with an empty list FSDP2 would choose.
+        unit.set_modules_to_backward_prefetch([unit])
+
+
 def _units(block: nn.Module) -> list[FSDPModule]:
     """What FSDP2 gathers by itself in a block, the block first."""
     return [module for module in block.modules() if isinstance(module, FSDPModule)]

@@ -119,8 +119,14 @@ class RoutedExperts:
         return self.scope.promise(LateTensor(hidden_states, hidden_states.shape, learns, arrive))
 
     def _may_be_late(self) -> bool:
-        # A backward hook of the module is an autograd.Function around its result.
-        hooked = self.module._backward_hooks or self.module._backward_pre_hooks
+        # A backward hook of the module, or of all modules, is an autograd.Function around its result.
+        every = torch.nn.modules.module
+        hooked = (
+            self.module._backward_hooks
+            or self.module._backward_pre_hooks
+            or every._global_backward_hooks
+            or every._global_backward_pre_hooks
+        )
         return self.scope is not None and self.scope.entered and not hooked
 
     def _depart(self, hidden: Tensor, index: Tensor, weights: Tensor) -> tuple[list[InFlight[Tensor]], bool]:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from lightning_moe.dispatch import once_per_rank
 from lightning_moe.dispatch.all_to_all import AllToAllDispatcher
-from lightning_moe.nn import MoE
+from lightning_moe.nn import GroupedExperts, MoE, TopKRouter
 from lightning_moe.parallel.late import LateScope, LateTensor, on_time
 from tests import tiny
 from tests.dispatch.slow_link import Link, SlowLinkDispatcher
@@ -236,6 +236,23 @@ def test_a_late_tensor_past_the_overrides_is_an_error_and_no_wrong_number() -> N
         out.sum().backward()
 
 
+def test_a_hook_of_a_late_tensor_can_be_removed() -> None:
+    value, seen = torch.ones(3, requires_grad=True), []
+    promised = late(value, [])
+    first, second = (promised.register_hook(lambda _, name=name: seen.append(name)) for name in "ab")
+    first.remove()
+    promised.register_hook(hook=lambda _: seen.append("c"))
+    loss = promised.sum()
+    second.remove()
+    loss.backward()
+    assert seen == ["c"]
+
+
+def test_a_view_of_another_dtype_has_it_at_once() -> None:
+    bits = late(torch.ones(2, 4), []).view(torch.int16)
+    assert (bits.dtype, bits.shape) == (torch.int16, (2, 8))
+
+
 def test_a_late_tensor_that_is_first_looked_at_without_gradients_has_its_graph() -> None:
     value = torch.ones(3, requires_grad=True)
     promised = late(value, [])
@@ -243,6 +260,44 @@ def test_a_late_tensor_that_is_first_looked_at_without_gradients_has_its_graph()
         assert float(promised.sum()) == 3
     (promised * 2).sum().backward()
     assert value.grad.tolist() == [2, 2, 2]
+
+
+class InARow(nn.Module):
+    """A block whose experts feed others, which FSDP2 shards, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = TopKRouter(16, 4, 2)
+        self.experts, self.more_experts = (GroupedExperts(4, 16, 16) for _ in range(2))
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        _, weights, index = self.router(hidden)
+        first = self.experts(hidden, index, weights)
+        self.was_late = isinstance(first, LateTensor)
+        return self.more_experts(first, index, weights) + self.linear(hidden)
+
+
+class InARowNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block["moe"] = InARow()
+
+
+def in_a_row(overlap: bool) -> dict[str, Tensor]:
+    pl.seed_everything(0, verbose=False)
+    module = InARowNet()
+    options = {"overlap_shared_experts": overlap, "block_classes": ["InARow"]}
+    train(tiny.moe_ep(expert_parallel_size=2, **options), module)
+    assert module.block["moe"].was_late == overlap
+    return module.results["gradients"]
+
+
+def test_what_feeds_other_experts_of_the_block_is_on_time() -> None:
+    plain, late_ones = (run_ranks(in_a_row, 2, overlap)[0] for overlap in (False, True))
+    assert plain.keys() == late_ones.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(late_ones[name], gradient, rtol=1e-5, atol=1e-7)
 
 
 def hooked() -> None:
@@ -373,3 +428,40 @@ def fit_root_blocks() -> None:
 
 def test_blocks_that_are_roots_are_not_gathered_ahead() -> None:
     run_ranks(fit_root_blocks, 2)
+
+
+class Stack(nn.Module):
+    """Returns what its last block returns, so that FSDP2 gathers that block before the rest of this module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([MoE(16, 16, num_experts=5, top_k=2) for _ in range(3)])
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.norm(hidden)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden
+
+
+class StackNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.ModuleDict({"moe": Stack()})
+
+
+def stacked(options: dict[str, Any] | None) -> dict[str, Tensor]:
+    pl.seed_everything(0, verbose=False)
+    module = StackNet()
+    train("auto" if options is None else tiny.moe_ep(block_classes=["MoE"], **options), module)
+    return module.results["gradients"]
+
+
+def test_a_rank_without_experts_gathers_in_the_order_of_the_others() -> None:
+    """In the backward pass FSDP2 by itself gathers ahead in an order that depends on what a rank holds."""
+    plain = run_ranks(stacked, 1, None)[0]
+    for options in ({}, {"prefetch_blocks": 1}):
+        for gradients in run_ranks(stacked, 4, {"expert_parallel_size": 4, **options}, timeout=60):
+            for name, gradient in plain.items():
+                torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-7)

@@ -258,12 +258,12 @@ class BufferTransport(Transport):
         return most, capacity
 
 
-def in_flight(value: T, event: Any, asynchronous: bool, source: Tensor) -> InFlight[T]:
+def in_flight(value: T, event: Any, asynchronous: bool, *sources: Tensor | None) -> InFlight[T]:
     """What a call has returned, to be used once its event has come.
 
     Until then it owns what the call reads: autograd adds in place to a gradient that nobody else owns.
     """
-    owned = [source]
+    owned = list(sources)
 
     def finish() -> T:
         if asynchronous:

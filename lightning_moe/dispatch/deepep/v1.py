@@ -90,7 +90,7 @@ class V1Transport(BufferTransport):
                 **self._own_stream(asynchronous),
             )
         route = Route(buffer, handle)
-        return in_flight((arrived, local, local_weights), event, asynchronous, rows).then(
+        return in_flight((arrived, local, local_weights), event, asynchronous, rows, weights).then(
             lambda came: self.received(*came, list(counts), route)
         )
 
@@ -120,4 +120,4 @@ class V1Transport(BufferTransport):
                 x=rows.contiguous(), handle=handle.handle, topk_weights=weights, **self._own_stream(asynchronous)
             )
         self.shared.combining = event if asynchronous else None
-        return in_flight((back, back_weights), event, asynchronous, rows)
+        return in_flight((back, back_weights), event, asynchronous, rows, weights)

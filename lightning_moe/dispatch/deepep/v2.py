@@ -66,7 +66,7 @@ class V2Transport(BufferTransport):
                 **self._own_stream(buffer, asynchronous),
             )
         counts, route = list(handle.num_recv_tokens_per_expert_list), Route(buffer, handle)
-        return in_flight((arrived, local, local_weights), event, asynchronous, rows).then(
+        return in_flight((arrived, local, local_weights), event, asynchronous, rows, weights).then(
             lambda came: self.received(*came, counts, route)
         )
 
@@ -115,4 +115,4 @@ class V2Transport(BufferTransport):
                 **self._own_stream(handle.buffer, asynchronous),
             )
         self.shared.combining = event if asynchronous else None
-        return in_flight((back, back_weights), event, asynchronous, rows)
+        return in_flight((back, back_weights), event, asynchronous, rows, weights)
