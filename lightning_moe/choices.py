@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from lightning_moe.optional import probe
-
 T = TypeVar("T")
 
 
@@ -14,28 +12,12 @@ class Choice(Generic[T]):
     """One part that can be chosen by name.
 
     Attributes:
-        build: Makes one; ``None`` where this version has none to make.
+        build: Makes one.
         unusable: Says why it is not usable here in one line, or nothing where it is.
     """
 
-    build: Callable[[], T] | None
+    build: Callable[[], T]
     unusable: Callable[[], str] = lambda: ""
-
-
-def needs_adapter(package: str, what: str) -> Callable[[], str]:
-    """Reason of a part that a package brings, but that this version cannot make.
-
-    Args:
-        package: The optional package.
-        what: What is missing beside it, for example ``"adapter"``.
-    """
-
-    def reason() -> str:
-        found = probe(package)
-        state = found.reason or f"installed {found.version}".rstrip()
-        return f"this version of lightning-moe has no {what} for {package} yet ({package}: {state})"
-
-    return reason
 
 
 class Choices(Generic[T]):
@@ -79,6 +61,4 @@ class Choices(Generic[T]):
     def build(self, name: str) -> T:
         """Make the part of a name that :meth:`check` accepts and that is not ``"auto"``."""
         self.check(name)
-        build = self.choices[name].build
-        assert build is not None
-        return build()
+        return self.choices[name].build()

@@ -21,16 +21,31 @@ def main(argv: list[str] | None = None) -> int:
     """Run ``lightning-moe doctor``.
 
     Args:
-        argv: The arguments after the command; there are none but ``--help``.
+        argv: The arguments after the command. With ``--config`` the others are those of ``lightning-moe fit``.
 
     Returns:
         The exit code.
     """
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="lightning-moe doctor",
         description="Show versions, devices, process-group backends, which dispatchers and experts backends are"
         " usable here, and what 'auto' takes. Send this along with a bug report.",
-    ).parse_args(argv)
+    )
+    parser.add_argument(
+        "-c",
+        "--config",
+        action="append",
+        metavar="FILE",
+        help="show what Transformer Engine would change in the model of a config of `lightning-moe fit` instead;"
+        " options of fit may follow, such as --model.config.num_hidden_layers 2",
+    )
+    options, others = parser.parse_known_args(argv)
+    if options.config:
+        from lightning_moe.te.report import main as report_of_config
+
+        return report_of_config([*(f"--config={file}" for file in options.config), *others])
+    if others:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
     return run()
 
 

@@ -58,7 +58,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         dispatcher: How tokens reach their experts: ``"auto"``, ``"local"`` (one rank), ``"all_to_all"``, ``"deepep"``,
             ``"nccl_ep"``, ``"hybridep"``, or a ``Dispatcher`` object. ``"auto"`` is what suits all ranks best, and is
             logged with the reason.
-        experts_backend: What multiplies the rows of the experts: ``"auto"``, ``"loop"`` or ``"grouped_mm"``.
+        experts_backend: What multiplies the rows of the experts: ``"auto"``, ``"loop"``, ``"grouped_mm"`` or ``"te"``.
         reshard_after_forward: Free the gathered weights of a module after its forward, and gather them again in the
             backward pass: less memory, more communication. With ``False`` every forward must have its backward before
             the parameters are changed or read; a step of the optimizer sees to that itself.
@@ -242,6 +242,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             self.world_size // self.replicate_size,
             self.num_processes,
         )
+        self.precision_plugin.check_sharding(self.compile, self.activation_checkpointing)
         policy, before = self.precision_plugin.dtype_policy, already_sharded(module)
         if before is not None and self.dispatcher == "auto":
             dispatcher, why = before.options.dispatcher, ""
@@ -275,9 +276,12 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         warn_coarse_buffers(module, experts)
         self.precision_plugin.convert_module(module)
         meshes = partial(build_meshes, self._device_mesh, size, self._timeout)
-        sharded = shard_module(module, experts, meshes, policy, options, self.root_device)
+        sharded = shard_module(
+            module, experts, meshes, policy, options, self.root_device, self.precision_plugin.recompute_context
+        )
         rank_zero_info(f"moe_ep: {sharded.layout}; {len(experts)} experts modules, dispatcher {dispatcher.name!r}")
         notes = self._notes(sharded.layout, {found.num_experts for found in experts})
+        notes += self.precision_plugin.connect_experts(sharded.experts)
         for note in filter(None, (why, *sharded.notes, *notes)):
             rank_zero_info(f"moe_ep: {note}")
         return sharded

@@ -5,12 +5,13 @@ One file a backend; a new one is added to ``BACKENDS`` below.
 
 import torch
 
-from lightning_moe.choices import Choice, Choices, needs_adapter
+from lightning_moe.choices import Choice, Choices
 from lightning_moe.experts.backend import ExpertsBackend
 from lightning_moe.experts.grouped_mm import GroupedMMBackend
 from lightning_moe.experts.loop import LoopBackend
 from lightning_moe.experts.registry import FoundExperts, experts_spec, find_experts, register_experts
-from lightning_moe.experts.spec import ExpertsMLP, ExpertsSpec, local_weight, weight_shape
+from lightning_moe.experts.spec import ExpertsMLP, ExpertsSpec, local_weight
+from lightning_moe.experts.te import TransformerEngineBackend, te_unusable
 
 __all__ = [
     "ExpertsBackend",
@@ -32,7 +33,7 @@ BACKENDS: Choices[ExpertsBackend] = Choices(
     {
         "loop": Choice(LoopBackend),
         "grouped_mm": Choice(GroupedMMBackend),
-        "te": Choice(None, needs_adapter("transformer_engine", "backend")),
+        "te": Choice(TransformerEngineBackend, te_unusable),
     },
 )
 
@@ -83,11 +84,8 @@ def choose_backend(
                 " compute= or modules=; set experts_backend='auto', or register it with up=, down= and activation="
             )
         return None, ""
-    assert spec.up is not None
-    assert spec.down is not None
-    shapes = (weight_shape(module, spec.up), weight_shape(module, spec.down))
     chosen = GroupedMMBackend() if backend == "auto" else BACKENDS.build(backend)
-    reason = chosen.unsuitable(shapes, dtype, device)
+    reason = chosen.unsuitable(spec.mlp_shapes(module), dtype, device)
     if not reason:
         return chosen, ""
     if backend == "auto":

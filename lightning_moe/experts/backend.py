@@ -12,7 +12,8 @@ class ExpertsBackend(ABC):
     """Computes :class:`ExpertsMLP` on rows sorted by local expert.
 
     Attributes:
-        alignment: The rows of each expert must be a multiple of this; the dispatcher pads.
+        alignment: The rows of each expert must be a multiple of this, and the dispatcher is asked for that. Backends
+            whose kernels want padding do it themselves, since no dispatcher does yet.
         low_rank: It adds ``up_low_rank`` and ``down_low_rank`` to the rows; otherwise they are in the weights already.
     """
 

@@ -1,5 +1,6 @@
 """One grouped matrix product a weight, by PyTorch's own kernel."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning_moe.experts.spec import ExpertsMLP
 _STRIDE_BYTES = 16
 # Major compute capabilities with a kernel of their own; elsewhere PyTorch copies the offsets to the host and loops.
 _GROUPED_CAPABILITIES = (9, 10)
+_BLACKWELL = 10
 
 
 class GroupedMMBackend(ExpertsBackend):
@@ -51,10 +53,49 @@ class GroupedMMBackend(ExpertsBackend):
             # Nothing to group. The reference keeps every weight in the graph without asking a kernel for no rows.
             return LoopBackend()(mlp, rows, tokens_per_expert, tokens_per_expert_host)
         offsets = tokens_per_expert.cumsum(0, dtype=torch.int32)
-        x = _add_bias(_product(rows, mlp.up, mlp.up_low_rank, offsets), mlp.up_bias, tokens_per_expert)
+        if self.fills_empty_gradients(rows.device) and (tokens_per_expert_host is None or 0 in tokens_per_expert_host):
+            mlp = _without_empty_gradients(mlp, tokens_per_expert == 0)
+        x = add_bias(_product(rows, mlp.up, mlp.up_low_rank, offsets), mlp.up_bias, tokens_per_expert)
         x = _product(mlp.activation(x), mlp.down, mlp.down_low_rank, offsets)
-        x = _add_bias(x, mlp.down_bias, tokens_per_expert)
+        x = add_bias(x, mlp.down_bias, tokens_per_expert)
         return x if mlp.post is None else mlp.post(x)
+
+    def fills_empty_gradients(self, device: torch.device) -> bool:
+        """Whether the kernel leaves anything in the weight gradient of an expert without rows, where zeros belong.
+
+        It does on Blackwell (https://github.com/pytorch/pytorch/issues/172439).
+        """
+        return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= _BLACKWELL
+
+
+class _NoGradientWhere(torch.autograd.Function):
+    """A weight ``[E, ...]`` whose gradient is zero, not multiplied by zero, where ``empty [E]`` is true."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, empty: Tensor) -> Tensor:
+        ctx.save_for_backward(empty)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (empty,) = ctx.saved_tensors
+        return grad.masked_fill(empty.view(-1, 1, 1), 0.0), None
+
+
+def _without_empty_gradients(mlp: ExpertsMLP, empty: Tensor) -> ExpertsMLP:
+    def masked(weight: Tensor) -> Tensor:
+        return _NoGradientWhere.apply(weight, empty) if weight.requires_grad else weight
+
+    def low_rank(added: LowRank | None) -> LowRank | None:
+        return None if added is None else LowRank(masked(added.first), masked(added.second))
+
+    return replace(
+        mlp,
+        up=masked(mlp.up),
+        down=masked(mlp.down),
+        up_low_rank=low_rank(mlp.up_low_rank),
+        down_low_rank=low_rank(mlp.down_low_rank),
+    )
 
 
 def _product(rows: Tensor, weight: Tensor, added: LowRank | None, offsets: Tensor) -> Tensor:
@@ -88,5 +129,12 @@ class _AddBias(torch.autograd.Function):
         return grad, bias.index_add_(0, expert_of_row, grad.float()).to(ctx.dtype), None
 
 
-def _add_bias(rows: Tensor, bias: Tensor | None, tokens_per_expert: Tensor) -> Tensor:
+def add_bias(rows: Tensor, bias: Tensor | None, tokens_per_expert: Tensor) -> Tensor:
+    """Add to rows ``[R, W]``, sorted by expert, the bias ``[E, W]`` of each one's expert, if there is one.
+
+    Args:
+        rows: As many as ``tokens_per_expert`` sums up to.
+        bias: Its gradient is summed in float32.
+        tokens_per_expert: ``[E]`` int64.
+    """
     return rows if bias is None else _AddBias.apply(rows, bias, tokens_per_expert)

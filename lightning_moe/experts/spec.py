@@ -152,6 +152,10 @@ class ExpertsSpec:
                 f"ExpertsSpec: {missing} missing; name both weights and the activation, or give compute= or modules="
             )
 
+    def mlp_shapes(self, module: nn.Module) -> tuple[torch.Size, ...]:
+        """Shapes of ``up`` and ``down`` as stored, all experts; nothing where the spec names no such weights."""
+        return tuple(weight_shape(module, name) for name in (self.up, self.down) if name is not None)
+
     def weight_names(self) -> tuple[str, ...]:
         """Names of the parameters that the spec mentions."""
         named = (self.up, self.down, self.up_bias, self.down_bias, *self.weights)

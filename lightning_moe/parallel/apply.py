@@ -1,9 +1,10 @@
 """Shard a LightningModule: experts over the expert-parallel ranks, everything by FSDP2, block by block."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -15,6 +16,7 @@ from lightning_moe.dispatch import Dispatcher
 from lightning_moe.dispatch.budget import RowBudget
 from lightning_moe.experts import ExpertsBackend, ExpertsSpec, FoundExperts, choose_backend
 from lightning_moe.experts.peft import check_adapters, install_adapters, materialize_adapters
+from lightning_moe.float32 import called, float32_units
 from lightning_moe.mesh import Layout, Meshes, experts_per_rank
 from lightning_moe.parallel.compile import check_compile, compile_block
 from lightning_moe.parallel.initialize import copy_from_rank_zero, materialize, shared_random_state
@@ -111,6 +113,7 @@ def shard_module(
     policy: DtypePolicy,
     options: ShardingOptions,
     device: torch.device,
+    recompute_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Sharded:
     """Shard a LightningModule in place. Collective.
 
@@ -123,6 +126,7 @@ def shard_module(
         policy: The dtypes.
         options: The strategy's options.
         device: The device of this rank.
+        recompute_context: Makes the context in which blocks are computed again in the backward pass.
 
     Raises:
         ValueError: If an option does not fit the module; the message names it.
@@ -159,7 +163,9 @@ def shard_module(
     for _, block in blocks:
         if options.compile:
             compile_block(block)
-        checkpoint_block(block, options.activation_checkpointing, keep_routing=not options.compile)
+        checkpoint_block(
+            block, options.activation_checkpointing, keep_routing=not options.compile, around=recompute_context
+        )
     sharded = Sharded(meshes.layout, policy, options, tuple(routed), tuple(notes))
     object.__setattr__(module, _SHARDED, sharded)
     return sharded
@@ -273,7 +279,9 @@ class _Sharder:
     ) -> None:
         self.model = model
         self.experts = {id(found.module): found for found in experts}
-        self.routers = {id(router) for router in find_routers(model, experts)}
+        routers = find_routers(model, experts)
+        self.routers = {id(router) for router in routers}
+        self.float32, _ = float32_units(model, [*routers, *(found.module for found in experts)])
         self.meshes = meshes
         self.policy = policy
         self.reshard_after_forward = options.reshard_after_forward
@@ -294,8 +302,22 @@ class _Sharder:
             elif id(module) in self.routers and self._apart(module):
                 # So small that gathering it again for the backward pass costs more than keeping it.
                 self._fully_shard(module, self.policy.router(), False)
+        self._shard_float32(unit)
         if id(unit) not in self.done:
             self._fully_shard(unit, policy, self.reshard_after_forward)
+
+    def _shard_float32(self, unit: nn.Module) -> None:
+        """Shard what the model keeps in float32, innermost first: a unit of FSDP2 has one dtype."""
+        if self.policy.param_dtype in (None, torch.float32):
+            return
+        inside = {id(module) for module in unit.modules()}
+        for module in self.float32:
+            if id(module) not in inside or id(module) in self.done:
+                continue
+            for _, child in called(module):
+                if id(child) not in self.done:
+                    self._fully_shard(child, self.policy.inner(), self.reshard_after_forward)
+            self._fully_shard(module, self.policy.float32(), self.reshard_after_forward)
 
     def _apart(self, router: nn.Module) -> bool:
         return self.policy.routers_apart(next(router.parameters()).dtype)

@@ -122,7 +122,7 @@ def materialize(unit: nn.Module, model: nn.Module, device: torch.device, *, skip
     with torch.no_grad():
         for module in _to_initialize(modules, {id(module) for module, _, _ in created}, skip):
             owner = owners.get(id(module))
-            if owner is not None:
+            if owner is not None and not getattr(module, "initializes_itself", False):
                 owner._init_weights(module)  # type: ignore[operator]
             else:
                 _reset_parameters(module)

@@ -42,6 +42,12 @@ class DtypePolicy:
         """Policy of routers: weights and inputs in ``router_dtype``, results as they come."""
         return MixedPrecisionPolicy(param_dtype=self.router_dtype, reduce_dtype=self.reduce_dtype)
 
+    def float32(self) -> MixedPrecisionPolicy:
+        """Policy of modules that the model keeps in float32; it casts what they take and give by itself."""
+        return MixedPrecisionPolicy(
+            param_dtype=torch.float32, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False
+        )
+
     def routers_apart(self, stored: torch.dtype) -> bool:
         """Whether routers need a policy of their own.
 

@@ -53,7 +53,13 @@ def check_activation_checkpointing(mode: str, model: nn.Module, blocks: Iterable
         )
 
 
-def checkpoint_block(block: nn.Module, mode: ActivationCheckpointing, *, keep_routing: bool = True) -> None:
+def checkpoint_block(
+    block: nn.Module,
+    mode: ActivationCheckpointing,
+    *,
+    keep_routing: bool = True,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> None:
     """Let a block compute its activations again in the backward pass. Its parameters keep their names.
 
     Args:
@@ -61,12 +67,18 @@ def checkpoint_block(block: nn.Module, mode: ActivationCheckpointing, *, keep_ro
         mode: ``"full"`` keeps the inputs of the block and the choice of experts; ``"selective"`` also keeps the results
             of attention and of the communication between expert-parallel ranks.
         keep_routing: Keep the choice of experts. A compiled block cannot, and does the same twice by itself.
+        around: Makes the context of the second computation, which a training step has around the first; it can be
+            entered again.
     """
     if mode == "none":
         return
     full: Callable[[], _Pair] = _keep_routing if keep_routing else _keep_nothing
-    contexts = full if mode == "full" else _keep_costly
+    keeping = full if mode == "full" else _keep_costly
     forward = block.forward
+
+    def contexts() -> _Pair:
+        first, again = keeping()
+        return first, _Both(around(), again)
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not (block.training and torch.is_grad_enabled()):
