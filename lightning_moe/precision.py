@@ -24,12 +24,15 @@ from lightning_moe.parallel import DtypePolicy, clip_gradients_by_norm, clip_gra
 from lightning_moe.parallel.routed import RoutedExperts
 from lightning_moe.parallel.structure import find_routers
 from lightning_moe.te import TransformerEngineConfig
+from lightning_moe.te.attention import check_attention
 from lightning_moe.te.low_precision import LowPrecision
-from lightning_moe.te.plan import Plan, make_plan
+from lightning_moe.te.plan import ATTENTION, Plan, make_plan
+from lightning_moe.te.recipes import is_delayed
 from lightning_moe.te.swap import load_scaling_state, scaling_state, swap, unusable
 
 PrecisionName = Literal["32-true", "bf16-true", "bf16-mixed"]
 _SUPPORTED: tuple[str, ...] = get_args(PrecisionName)
+_ROUTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _CONVERTED = "_lightning_moe_te_options"
 
 
@@ -169,7 +172,7 @@ class MoEPrecision(Precision):
                 " cannot look into, so every block would fall into pieces. Set compile=False, or leave"
                 " transformer_engine out"
             )
-        if activation_checkpointing != "none" and options.recipe is not None and self._low_precision().delayed:
+        if activation_checkpointing != "none" and is_delayed(options.recipe):
             raise ValueError(
                 f"activation_checkpointing={activation_checkpointing!r} cannot be combined with"
                 f" recipe={options.recipe!r}: the second forward would change the scales of delayed scaling once more."
@@ -210,13 +213,23 @@ class MoEPrecision(Precision):
 
     def _use_transformer_engine(self, module: nn.Module, options: TransformerEngineConfig) -> None:
         plan = self.plan(module)
-        _raise_together(unusable(options))
-        if options.recipe is not None:
-            self._low_precision()  # an option that the recipe does not take is an error before anything is changed
+        _raise_together(self._problem(plan, options))
         swap(module, plan)
         object.__setattr__(module, _CONVERTED, options)
         if plan.swapped:
             rank_zero_info(f"moe_ep: transformer_engine: {_in_one_line(plan, options)}")
+
+    def _problem(self, plan: Plan, options: TransformerEngineConfig) -> str:
+        """What is in the way on this rank; the ranks may have different releases."""
+        if problem := unusable(options):
+            return problem
+        try:
+            if options.recipe is not None:
+                self._low_precision()
+            check_attention([item.module for item in plan.swapped if item.target == ATTENTION])
+        except (RuntimeError, ValueError) as error:
+            return str(error)
+        return ""
 
     def _low_precision(self) -> LowPrecision:
         if self._made_low_precision is None:
@@ -240,7 +253,14 @@ class MoEPrecision(Precision):
                 " the same options, or build a new LightningModule"
             )
         self._module = model
+        for optimizer in optimizers if self._cached else ():
+            # Not in optimizer_step, which an optimizer without Lightning around it does not come to.
+            optimizer.register_step_post_hook(lambda *_: self._forget_copies())
         return super().connect(model, optimizers, lr_schedulers)
+
+    def _forget_copies(self) -> None:
+        for backend in self._cached:
+            backend.forget_weights()
 
     @override
     @contextmanager
@@ -281,13 +301,6 @@ class MoEPrecision(Precision):
             super().backward(tensor, model, optimizer, *args, **kwargs)
 
     @override
-    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().optimizer_step(*args, **kwargs)
-        for backend in self._cached:
-            backend.forget_weights()
-        return result
-
-    @override
     def state_dict(self) -> dict[str, Any]:
         # The scales of delayed scaling are equal on all ranks.
         low = self._made_low_precision
@@ -299,7 +312,7 @@ class MoEPrecision(Precision):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         low, saved = self._made_low_precision, state_dict.get("delayed_scaling")
         if saved and low is not None and low.delayed and self._module is not None:
-            load_scaling_state(self._module, saved, low.recipe)
+            load_scaling_state(self._module, saved)
 
     # Dtypes and gradients
 
@@ -350,8 +363,8 @@ def _device_of(parameters: Sequence[Tensor]) -> torch.device:
 def _dtype(value: torch.dtype | str) -> torch.dtype:
     """Turn ``"float32"`` or ``"torch.float32"`` into a dtype."""
     found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"router_dtype={value!r} must be a floating-point dtype, for example 'float32'")
+    if found not in _ROUTER_DTYPES:
+        raise ValueError(f"router_dtype={value!r} must be 'float32', 'bfloat16', 'float16' or 'float64'")
     return found
 
 

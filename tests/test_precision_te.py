@@ -1,6 +1,7 @@
 """The precision plugin: what stays in float32, contradictions, and Transformer Engine as one of its options."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,9 @@ def test_router_dtype_is_a_dtype_or_its_name(name: Any) -> None:
     assert MoEPrecision("bf16-mixed", router_dtype=name).dtype_policy.router_dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["fp32", "int64", "relu", torch.int64])
+@pytest.mark.parametrize("name", ["fp32", "int64", "relu", "float8_e4m3fn", torch.int64])
 def test_another_router_dtype_is_refused(name: Any) -> None:
-    with pytest.raises(ValueError, match=r"router_dtype=.*floating-point dtype, for example 'float32'"):
+    with pytest.raises(ValueError, match=r"router_dtype=.* must be 'float32', 'bfloat16', 'float16' or 'float64'"):
         MoEPrecision(router_dtype=name)
 
 
@@ -175,21 +176,28 @@ def test_other_options_for_a_model_that_is_set_up_are_refused(te: Any) -> None:
             plugin.connect(target, [], [])
 
 
-def only_rank_one_lacks_it() -> None:
+def rank_one_has_another(version: str | None, recipe: Any) -> None:
     rank, world = rank_and_world()
     swap.DEVICES = ("cpu", "cuda")  # type: ignore[assignment]
-    trainer = tiny.trainer(tiny.moe_ep(), devices=world, max_steps=1, plugins=[MoEPrecision(transformer_engine={})])
-    data = tiny.loader(tiny.tokens(1), rank, world)
-    if rank == 1:
-        trainer.fit(tiny.TinyLM(), data)
-    with fakes.installed():
-        trainer.fit(tiny.TinyLM(), data)
+    plugin = MoEPrecision(transformer_engine={"recipe": recipe})
+    strategy = tiny.moe_ep(activation_checkpointing="full")
+    trainer = tiny.trainer(strategy, devices=world, max_steps=1, plugins=[plugin])
+    installed = fakes.VERSIONS[-1] if rank == 0 else version
+    with nullcontext() if installed is None else fakes.installed(installed):
+        trainer.fit(tiny.TinyLM(), tiny.loader(tiny.tokens(1), rank, world))
 
 
 def test_a_rank_without_the_package_ends_all() -> None:
-    zero, one = run_ranks_expecting_error(only_rank_one_lacks_it, 2)
+    zero, one = run_ranks_expecting_error(rank_one_has_another, 2, None, "current")
     assert "rank 1: transformer_engine needs the package" in zero
     assert "not installed: pip install" in one
+
+
+def test_a_rank_with_a_release_that_lacks_an_option_ends_all() -> None:
+    recipe = {"name": "mxfp8", "enable_2d_quantization": True}
+    zero, one = run_ranks_expecting_error(rank_one_has_another, 2, fakes.VERSIONS[0], recipe)
+    assert "rank 1: transformer_engine: recipe=" in zero
+    assert "enable_2d_quantization" in one
 
 
 # What stays in float32

@@ -1,6 +1,7 @@
 """Attention of Transformers' models by Transformer Engine, through the library's own registry of implementations."""
 
 import ast
+import copy
 import inspect
 import math
 import textwrap
@@ -46,10 +47,14 @@ def attention_reason(module: nn.Module) -> str:
     if getattr(module.config, "attention_chunk_size", None):
         return "attention in chunks"
     masks = inspect.unwrap(type(module).forward).__globals__
-    windows = getattr(module.config, "sliding_window", None) and "create_sliding_window_causal_mask" in masks
-    return (
-        "attention in windows that are in its mask alone" if windows and "sliding_window" not in call.keywords else ""
-    )
+    if not getattr(module.config, "sliding_window", None):
+        return ""
+    in_call = "sliding_window" in call.keywords
+    if not in_call and "create_sliding_window_causal_mask" in masks:
+        return "attention in windows that are in its mask alone"
+    if in_call and not any(name.startswith("create_") and "sliding_window" in name for name in masks):
+        return "it hands over a window, and no mask with windows is made beside it"
+    return ""
 
 
 class _Call(NamedTuple):
@@ -84,7 +89,7 @@ def check_attention(modules: list[nn.Module]) -> None:
     if "softcap" in inspect.signature(te.DotProductAttention.__init__).parameters:
         return
     for module in modules:
-        if _softcap(module):
+        if _hands_over_softcap(module):
             raise RuntimeError(
                 f"transformer_engine: {type(module).__name__} caps its attention logits, which version"
                 f" {probe('transformer_engine').version} of the package cannot (2.20 can); upgrade it, or leave"
@@ -92,17 +97,33 @@ def check_attention(modules: list[nn.Module]) -> None:
             )
 
 
-def use_transformer_engine(modules: list[nn.Module]) -> None:
-    """Register the implementation with Transformers and choose it for the models of these attention modules."""
-    if not modules:
+def use_transformer_engine(model: nn.Module, modules: list[nn.Module]) -> None:
+    """Register the implementation with Transformers and choose it for these attention modules.
+
+    The choice lies in configurations, which the user may have for other models too, or in hyperparameters: the model
+    gets copies, which are related to each other as the originals are.
+
+    Args:
+        model: The model.
+        modules: Attention modules in it.
+    """
+    if all(_chosen(module) for module in modules):
         return
     transformers: Any = require("transformers", "transformer_engine: layers='attention'")
     transformers.AttentionInterface.register(IMPLEMENTATION, attention_forward)
     transformers.AttentionMaskInterface.register(IMPLEMENTATION, attention_mask)
-    configs: dict[int, Any] = {id(module.config): module.config for module in modules}
-    for config in configs.values():
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        config = vars(module).get("config")
+        if isinstance(config, transformers.PreTrainedConfig):
+            vars(module)["config"] = copy.deepcopy(config, copies)
+    for module in modules:
         # The property would choose it for every model inside as well, also for those that are left alone.
-        config._attn_implementation_internal = IMPLEMENTATION
+        module.config._attn_implementation_internal = IMPLEMENTATION  # type: ignore[union-attr]
+
+
+def _chosen(module: Any) -> bool:
+    return getattr(module.config, "_attn_implementation_internal", None) == IMPLEMENTATION
 
 
 def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -181,7 +202,7 @@ def attention_forward(
             " without a mask; generate with the unchanged model, or leave 'attention' out of layers"
         )
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
-    layer = _layer(module, query.shape, key.shape, value.shape, dropout, scale, softcap or _softcap(module))
+    layer = _layer(module, query.shape, key.shape, value.shape, dropout, scale, softcap)
     out = layer(
         *(tensor.transpose(1, 2).contiguous() for tensor in (query, key, value)),
         attention_mask=mask,
@@ -215,12 +236,12 @@ def _warn_of_masks(module: nn.Module) -> None:
         )
 
 
-def _softcap(module: nn.Module) -> float | None:
-    for name in ("attn_logit_softcapping", "softcap"):
-        value = getattr(module, name, None)
-        if isinstance(value, float) and value > 0:
-            return value
-    return None
+def _hands_over_softcap(module: nn.Module) -> bool:
+    cls: Any = type(module)
+    call = _read(cls)
+    if call is None or "softcap" not in call.keywords:
+        return False
+    return any(getattr(module, name, None) for name in ("attn_logit_softcapping", "softcap"))
 
 
 def _layer(

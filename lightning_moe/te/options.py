@@ -28,7 +28,8 @@ class TransformerEngineConfig:
         quantize_evaluation: Use the recipe in validation, test and prediction too.
         cache_expert_weights: With ``experts_backend="te"`` and ``accumulate_grad_batches``, keep the low-precision
             copies of the experts' weights from the first micro-batch of an optimizer step to its last, instead of
-            making them in each: for memory of one or two bytes a weight of all experts that a rank computes. The linear
+            making them in each: for memory of one or two bytes a weight of all experts that a rank computes. Whoever
+            changes a weight between those micro-batches must not set it. The linear
             layers never keep theirs: under FSDP2 Transformer Engine makes them from the gathered weights.
 
     Raises:
@@ -45,9 +46,10 @@ class TransformerEngineConfig:
     def __post_init__(self) -> None:
         for name in ("layers", "include", "exclude"):
             value = getattr(self, name)
-            if isinstance(value, str) or not all(isinstance(entry, str) for entry in value):
+            if not isinstance(value, list | tuple) or not all(isinstance(entry, str) for entry in value):
                 raise ValueError(
-                    f"transformer_engine: {name}={value!r} must be a list of strings, like [{str(value)!r}]"
+                    f"transformer_engine: {name}={value!r} must be a list of strings, like"
+                    f" {[value] if isinstance(value, str) else [LAYERS[0] if name == 'layers' else 'lm_head']}"
                 )
             object.__setattr__(self, name, tuple(value))
         unknown = [layer for layer in self.layers if layer not in LAYERS]
@@ -57,6 +59,9 @@ class TransformerEngineConfig:
                 f" {', '.join(map(repr, LAYERS))}"
             )
         check_recipe(self.recipe)
+        for name in ("quantize_evaluation", "cache_expert_weights"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"transformer_engine: {name}={getattr(self, name)!r} must be True or False")
         for name in ("quantize_evaluation", "cache_expert_weights"):
             if self.recipe is None and getattr(self, name):
                 raise ValueError(
@@ -85,6 +90,11 @@ class TransformerEngineConfig:
             )
         options = dict(value)
         if set(options) <= {"class_path", "init_args"} and options:
+            if str(options.get("class_path", "")).rpartition(".")[2] != cls.__name__:
+                raise ValueError(
+                    f"transformer_engine: class_path={options.get('class_path')!r} must be"
+                    f" 'lightning_moe.te.{cls.__name__}', or left out"
+                )
             options = dict(options.get("init_args") or {})
         known = [field.name for field in fields(cls)]
         for name in options:

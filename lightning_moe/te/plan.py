@@ -218,6 +218,9 @@ class _Planner:
         """Why the layer could not stand in for this module."""
         if "forward" in vars(module):
             return "somebody has replaced its forward"
+        own = {name for name, _ in module.named_parameters(recurse=False)}
+        if not own <= {"weight", "bias"} or module._buffers or module._modules:
+            return "it has more than a weight and a bias"
         for parameter_name, parameter in module.named_parameters(recurse=False):
             if not parameter.is_floating_point():
                 return f"its {parameter_name} is {str(parameter.dtype).removeprefix('torch.')}"

@@ -133,6 +133,11 @@ def recipe_facts(recipe: Any) -> RecipeFacts:
     return RecipeFacts("", classes[0], "what the recipe needs", "", multiple, multiple, "a recipe of your own")
 
 
+def is_delayed(recipe: Any) -> bool:
+    """Whether the scales of a recipe come from earlier steps; ``None`` has none. Without Transformer Engine."""
+    return recipe is not None and recipe_facts(recipe).class_name == "DelayedScaling"
+
+
 def build_recipe(recipe: Any) -> Any:
     """Make the recipe object. Transformer Engine must be there.
 
@@ -207,7 +212,18 @@ def _name_and_options(recipe: Any) -> tuple[str | None, dict[str, Any]]:
     if not isinstance(recipe, Mapping):
         return None, {}
     if "class_path" in recipe:
-        return str(recipe["class_path"]).rpartition(".")[2], dict(recipe.get("init_args") or {})
+        package, _, name = str(recipe["class_path"]).rpartition(".")
+        if package not in ("", f"{PACKAGE}.common.recipe", f"{PACKAGE}.pytorch"):
+            raise ValueError(
+                f"transformer_engine: recipe has class_path={recipe['class_path']!r}; allowed are the classes of"
+                f" {PACKAGE}.common.recipe. Give a recipe of your own as an object, from Python"
+            )
+        if unknown := sorted(set(recipe) - {"class_path", "init_args"}):
+            raise ValueError(
+                f"transformer_engine: recipe={dict(recipe)!r} has {', '.join(map(repr, unknown))} beside class_path;"
+                " options of a recipe belong under init_args"
+            )
+        return name, dict(recipe.get("init_args") or {})
     options = dict(recipe)
     name = options.pop("name", None)
     if not isinstance(name, str):

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_moe.optional import probe, require
-from lightning_moe.te.attention import check_attention, use_transformer_engine
+from lightning_moe.te.attention import use_transformer_engine
 from lightning_moe.te.norms import RMSNormFacts
 from lightning_moe.te.options import TransformerEngineConfig
 from lightning_moe.te.plan import ATTENTION, LAYER_NORM, LINEAR, MARK, RMS_NORM, Item, Plan
-from lightning_moe.te.recipes import PACKAGE, recipe_facts, unusable_recipe
+from lightning_moe.te.recipes import PACKAGE, build_recipe, recipe_facts, unusable_recipe
 
 # Devices that the layers run on.
 DEVICES: tuple[str, ...] = ("cuda",)
@@ -66,8 +66,6 @@ def swap(model: nn.Module, plan: Plan) -> None:
     """
     te = require(PACKAGE, "transformer_engine")
     attention = [item.module for item in plan.swapped if item.target == ATTENTION]
-    if attention:
-        check_attention(attention)
     owners = _initializers(model)
     made = {
         id(item.module): _made(te, item, owners.get(id(item.module)))
@@ -78,7 +76,7 @@ def swap(model: nn.Module, plan: Plan) -> None:
         for name, child in parent._modules.items():
             if id(child) in made:
                 parent._modules[name] = made[id(child)]
-    use_transformer_engine(attention)
+    use_transformer_engine(model, attention)
 
 
 def _made(te: ModuleType, item: Item, owner: nn.Module | None) -> nn.Module:
@@ -113,6 +111,7 @@ def _made(te: ModuleType, item: Item, owner: nn.Module | None) -> nn.Module:
         # The same dictionaries, so that the handles that users hold still remove them.
         layer.__dict__[hooks] = old.__dict__[hooks]
     layer.__dict__.update({_ORIGINAL: old, _OWNER: owner})
+    old.__dict__["forward"] = layer.forward  # for whoever holds it elsewhere, in a list for example
     return layer.train(old.training)
 
 
@@ -127,6 +126,15 @@ class _Swapped:
     # PyTorch asks the class whether there is extra state.
     get_extra_state = nn.Module.get_extra_state
     set_extra_state = nn.Module.set_extra_state
+
+    def _as_before(self, *args: Any) -> Any:
+        """Compute as the module that was here before."""
+        own: dict[str, Any] = self.__dict__
+        original = own[_ORIGINAL]
+        double = object.__new__(type(original))
+        double.__dict__.update(vars(original))
+        double.__dict__["_parameters"] = own["_parameters"]
+        return type(original).forward(double, *args)
 
     def reset_parameters(self, *args: Any, **kwargs: Any) -> None:
         """Initialize as the module that was here before."""
@@ -157,17 +165,24 @@ def _layer_classes(te: ModuleType) -> dict[str, type[nn.Module]]:
 
         def forward(self, inp: Tensor, *args: Any, **kwargs: Any) -> Any:
             missing = -(inp.numel() // max(inp.shape[-1], 1)) % _rows(te)
-            if not missing:
+            if not missing and inp.ndim > 1:
                 return super().forward(inp, *args, **kwargs)
             rows = inp.reshape(-1, inp.shape[-1])
             padded = torch.cat([rows, rows.new_zeros(missing, rows.shape[1])])
             out = super().forward(padded, *args, **kwargs)[: rows.shape[0]]
             return out.reshape(*inp.shape[:-1], out.shape[-1])
 
-    class TERms(_Swapped, te.RMSNorm):  # type: ignore[name-defined]
+    class _Norm(_Swapped):
+        """Leaves the precision alone: the package's norms would round their input to the dtype of the weight."""
+
+        def forward(self, inp: Tensor) -> Any:
+            weight: Tensor = self.weight  # type: ignore[attr-defined]
+            return super().forward(inp) if inp.dtype == weight.dtype else self._as_before(inp)  # type: ignore[misc]
+
+    class TERms(_Norm, te.RMSNorm):  # type: ignore[name-defined]
         base: ClassVar[Any] = te.RMSNorm
 
-    class TELayerwise(_Swapped, te.LayerNorm):  # type: ignore[name-defined]
+    class TELayerwise(_Norm, te.LayerNorm):  # type: ignore[name-defined]
         base: ClassVar[Any] = te.LayerNorm
 
     for cls in (TELinear, TERms, TELayerwise):
@@ -202,14 +217,15 @@ def scaling_state(model: nn.Module) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for name, layer in _linear_layers(model):
-        before = layer.fp8
+        recipe, before = layer.fp8_meta.get("recipe"), layer.fp8
+        if recipe is None or not recipe.delayed():  # it has not computed in low precision, or has no state
+            continue
         layer.fp8 = True  # an evaluation in between must not make the layer forget that it has a state
+        layer.fp8_meta["recipe"] = build_recipe("delayed")  # that of the run may hold functions, which do not pickle
         try:
             packed = type(layer).base.get_extra_state(layer)
-        except (AttributeError, KeyError):  # it has not computed yet
-            continue
         finally:
-            layer.fp8 = before
+            layer.fp8, layer.fp8_meta["recipe"] = before, recipe
         if packed is not None and packed.numel():
             # Written by this process a moment ago.
             state = pickle.loads(packed.cpu().numpy().tobytes())
@@ -221,18 +237,21 @@ def scaling_state(model: nn.Module) -> dict[str, dict[str, Any]]:
     return found
 
 
-def load_scaling_state(model: nn.Module, state: Mapping[str, Mapping[str, Any]], recipe: Any) -> None:
+def load_scaling_state(model: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> None:
     """Give the layers back what :func:`scaling_state` collected.
 
     Args:
         model: The model.
         state: What was collected; layers that the model does not have are passed over.
-        recipe: The recipe that the run goes on with.
     """
     layers = dict(_linear_layers(model))
     with _may_unpickle():
         for name, saved in state.items():
             if name in layers:
+                # The layer gets histories as long as those of the run that saved them, and cuts or extends them to
+                # what its recipe wants when it computes.
+                length = max(t.shape[0] for key, t in saved.items() if key.startswith("amax_history"))
+                recipe = build_recipe({"name": "delayed", "amax_history_len": length})
                 whole = {"recipe": recipe, _VARIABLES: {}, **saved}
                 packed = torch.frombuffer(bytearray(pickle.dumps(whole)), dtype=torch.uint8)
                 type(layers[name]).base.set_extra_state(layers[name], packed)

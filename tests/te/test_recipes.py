@@ -74,6 +74,8 @@ def test_a_recipe_of_somebodys_own() -> None:
         ({"amax_history_len": 16}, ["has no 'name'"]),
         (7, ["recipe=7", "transformer_engine.common.recipe"]),
         (int, ["recipe=int is a class"]),
+        ({"class_path": "my.package.DelayedScaling"}, ["class_path='my.package.DelayedScaling'", "as an object"]),
+        ({"class_path": "DelayedScaling", "margin": 1}, ["'margin' beside class_path", "init_args"]),
     ],
 )
 def test_what_is_no_recipe_is_refused_at_once(recipe: Any, words: list[str]) -> None:
@@ -163,6 +165,6 @@ def test_a_failed_set_up_leaves_the_model_as_it_was(anywhere: None) -> None:
     with fakes.installed(capability=(9, 0)):
         with pytest.raises(RuntimeError):
             MoEPrecision(transformer_engine={"recipe": "mxfp8"}).convert_module(model)
-        with pytest.raises(ValueError):
+        with pytest.raises(RuntimeError, match="marign"):
             MoEPrecision(transformer_engine={"recipe": {"name": "current", "marign": 1}}).convert_module(model)
     assert type(model["layer"]) is nn.Linear

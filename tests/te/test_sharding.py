@@ -22,7 +22,11 @@ from tests.te.test_swap import both_norms
 
 
 def fit(
-    options: dict[str, Any] | None, strategy: dict[str, Any], build: Any = tiny.qwen3_moe, **more: Any
+    options: dict[str, Any] | None,
+    strategy: dict[str, Any],
+    build: Any = tiny.qwen3_moe,
+    module_class: type[tiny.TinyLM] = tiny.TinyLM,
+    **more: Any,
 ) -> dict[str, Any]:
     """Two steps; the weights after them."""
     swap.DEVICES = ("cpu", "cuda")  # type: ignore[assignment]
@@ -30,11 +34,27 @@ def fit(
     with fakes.installed():
         pl.seed_everything(0, verbose=False)
         with torch.device("meta" if strategy.pop("meta", False) else "cpu"):
-            module = tiny.TinyLM(build=build)
+            module = module_class(build=build)
         plugin = MoEPrecision("32-true", transformer_engine=options)
         trainer = tiny.trainer(tiny.moe_ep(**strategy), devices=world, max_steps=2, plugins=[plugin], **more)
         trainer.fit(module, tiny.loader(tiny.tokens(2 * more.get("accumulate_grad_batches", 1)), rank, world))
         return {"losses": module.losses, **tiny.weights(module)}
+
+
+class Manual(tiny.TinyLM):
+    """Steps by itself, on an optimizer without Lightning around it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+    def training_step(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
+        optimizer: Any = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        loss = super().training_step(tokens, index)
+        self.manual_backward(loss)
+        optimizer.step()
+        return loss
 
 
 def fits(cases: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
@@ -69,7 +89,7 @@ def test_options_that_do_not_go_together(strategy: dict[str, Any], recipe: Any, 
         assert words in message
 
 
-def count_copies(cases: list[tuple[Any, Any, int]]) -> list[dict[str, Any]]:
+def count_copies(cases: list[tuple[Any, Any, Any, int]]) -> list[dict[str, Any]]:
     """The run of each case, and how many times the layers made a low-precision copy of an expert's weight."""
     TransformerEngineBackend.device_types = ("cpu", "cuda")
     made: list[str] = []
@@ -86,21 +106,28 @@ def count_copies(cases: list[tuple[Any, Any, int]]) -> list[dict[str, Any]]:
             layer.quantizer = counted
 
     results = []
-    for options, strategy, accumulate in cases:
+    for options, strategy, module_class, accumulate in cases:
         made.clear()
-        run = fit(options, strategy, accumulate_grad_batches=accumulate, callbacks=[Counting()])
+        # Lightning counts no steps of an optimizer that it has not wrapped.
+        more = {"accumulate_grad_batches": accumulate, "module_class": module_class, "max_epochs": 1}
+        run = fit(options, strategy, callbacks=[Counting()], **more)
         results.append(run | {"copies": made.count("weight")})
     return results
 
 
 def test_copies_of_the_weights_of_experts_are_made_once_a_step() -> None:
     pair = {"expert_parallel_size": 2, "experts_backend": "te"}
-    cases = [({"recipe": "current", "cache_expert_weights": cache}, {**pair}, 3) for cache in (False, True)]
-    for each_time, once in run_ranks(count_copies, 2, cases, timeout=200):
+    cases = [
+        ({"recipe": "current", "cache_expert_weights": cache}, {**pair}, *case)
+        for case in ((tiny.TinyLM, 3), (Manual, 1))
+        for cache in (False, True)
+    ]
+    for runs in run_ranks(count_copies, 2, cases, timeout=200):
         # 4 experts a rank, 2 weights, 2 layers, 2 steps, of 3 micro-batches each
-        assert (each_time.pop("copies"), once.pop("copies")) == (4 * 2 * 2 * 2 * 3, 4 * 2 * 2 * 2)
-        assert each_time.pop("losses") == once.pop("losses")
-        assert all(torch.equal(once[name], weight) for name, weight in each_time.items())
+        for (each_time, once), micro_batches in zip((runs[:2], runs[2:]), (3, 1), strict=True):
+            assert (each_time.pop("copies"), once.pop("copies")) == (4 * 2 * 2 * 2 * micro_batches, 4 * 2 * 2 * 2)
+            assert each_time.pop("losses") == once.pop("losses")
+            assert all(torch.equal(once[name], weight) for name, weight in each_time.items())
 
 
 def test_copies_need_experts_that_transformer_engine_computes() -> None:

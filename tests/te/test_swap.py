@@ -2,8 +2,10 @@
 
 import copy
 import os
+import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +172,78 @@ def test_a_second_conversion_changes_nothing(te: Any) -> None:
     before = list(model.modules())
     swapped(model)
     assert all(a is b for a, b in zip(model.modules(), before, strict=True))
+
+
+def test_the_users_configuration_stays_as_it_is(te: Any) -> None:
+    """Other models may be built from it, and it may be in a checkpoint that is read where this package is not."""
+    plain = tiny.qwen3_moe()
+    mine = plain.config
+    ours = swapped(nn.ModuleDict({"net": type(plain)(mine)}))
+    assert mine._attn_implementation != "te"
+    inside = [m.config for m in ours.modules() if "config" in vars(m)]
+    assert {config._attn_implementation for config in inside} == {"te"}
+    assert len({id(config) for config in inside}) == 1, "one configuration for all, as before"
+    copied = pickle.loads(pickle.dumps(mine))
+    type(plain)(copied)(input_ids=tiny.tokens(1)[0])
+
+
+def test_norms_leave_the_precision_alone(te: Any) -> None:
+    """What comes in float32 is computed in float32, also beside weights in bfloat16, as the model itself does."""
+    model = nn.ModuleDict({"norm": tiny.qwen3_moe().model.norm.to(torch.bfloat16)})
+    x = torch.randn(5, 32, requires_grad=True)
+    wanted = model["norm"](x)
+    got = swapped(model)["norm"](x)
+    assert isinstance(model["norm"], te.RMSNorm)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, wanted)
+    got.sum().backward()
+    assert model["norm"].weight.grad is not None
+
+
+def test_a_module_that_is_held_elsewhere_as_well_computes_alike(te: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+            self.also = [self.layer]
+
+    model = Model()
+    x = torch.randn(3, 16)
+    swapped(model)
+    assert isinstance(model.layer, te.Linear)
+    assert torch.equal(model.also[0](x), model.layer(x))
+
+
+def test_a_vector_stays_a_vector(te: Any) -> None:
+    layer, _ = weight_and_input(te)
+    assert layer(torch.randn(32)).shape == (64,)
+    precision = MoEPrecision("32-true", transformer_engine={"recipe": "current"})
+    with precision.train_step_context():
+        assert layer(torch.randn(32)).shape == (64,)
+
+
+@pytest.mark.parametrize("wrap", ["weight_norm", "spectral_norm", "buffer"])
+def test_layers_with_more_than_a_weight_stay(te: Any, wrap: str) -> None:
+    layer = nn.Linear(16, 16)
+    if wrap == "buffer":
+        layer.register_buffer("mine", torch.ones(1))
+    else:
+        getattr(torch.nn.utils, wrap)(layer)
+    model = swapped(nn.ModuleDict({"layer": layer, "other": nn.Linear(16, 16)}))
+    assert model["layer"] is layer
+    assert isinstance(model["other"], te.Linear)
+
+
+def test_only_models_that_cap_their_logits_do_so(te: Any) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "eager"}
+    for config_class, network_class in ((Gemma2Config, Gemma2ForCausalLM), (Gemma3TextConfig, Gemma3ForCausalLM)):
+        plain = network_class(config_class(**sizes, attn_logit_softcapping=0.02))
+        ours = swapped(nn.ModuleDict({"net": copy.deepcopy(plain)}), layers=["attention"])
+        tokens = tiny.tokens(1)[0]
+        assert relative(ours["net"](input_ids=tokens).logits, plain(input_ids=tokens).logits) < 1e-4, network_class
 
 
 # Attention
@@ -372,7 +446,7 @@ def train(options: dict[str, Any] | None, path: str, steps: tuple[int, int], str
             "moved": {name for name, value in weights.items() if not torch.equal(value, begin[name])},
             "entered": [(name, group is torch.distributed.group.WORLD) for name, group, _ in state.entered],
             "reductions": len(state.reductions),
-            "classes": {type(m).__mro__[2].__name__ for m in module.modules() if type(m).__name__.startswith("TE")},
+            "classes": {type(m).base.__name__ for m in module.modules() if hasattr(type(m), "base")},
         }
 
 
@@ -418,6 +492,25 @@ def test_delayed_scaling_goes_on_bit_for_bit(tmp_path: Path) -> None:
         assert set(whole["entered"]) == {("DelayedScaling", True)}
         for name, weight in whole["weights"].items():
             assert torch.equal(resumed["weights"][name], weight), name
+
+
+def test_delayed_scaling_goes_on_with_another_recipe(tmp_path: Path) -> None:
+    path = str(tmp_path / "delayed")
+    short, long = ({"recipe": {"name": "delayed", "amax_history_len": n}} for n in (4, 8))
+    cases = [(short, path, (0, 2), PAIR), (long, path, (2, 4), PAIR)]
+    for saved, resumed in run_ranks(trains, 2, cases, timeout=200):
+        assert saved["losses"][-1] > 0
+        assert len(resumed["losses"]) == 2
+
+
+def test_functions_in_a_recipe_do_not_lose_the_scales(te: Any) -> None:
+    recipes = import_module("transformer_engine.common.recipe")
+    recipe = recipes.DelayedScaling(amax_compute_algo=lambda history: history.amax(0))
+    precision = MoEPrecision("32-true", transformer_engine={"recipe": recipe})
+    module = Probe()
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(32, 32)), batch_size=16)
+    tiny.trainer(plugins=[precision], max_epochs=1).fit(module, data)
+    assert set(precision.state_dict()["delayed_scaling"]) == {"net.0", "net.2"}
 
 
 def test_low_precision_does_not_depend_on_the_layout() -> None:

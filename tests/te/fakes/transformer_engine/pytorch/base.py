@@ -24,7 +24,7 @@ class TransformerEngineBaseModule(nn.Module):
         self.name = name
         self.fp8 = False
         self.fp8_initialized = False
-        self.recipe: Recipe | None = None
+        self.fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}
         self.primary_weights_in_fp8 = FP8GlobalStateManager.state.parameters
         self.activation_dtype: torch.dtype | None = None
         self._fp8_workspaces: dict[str, Tensor] = {}
@@ -66,13 +66,27 @@ class TransformerEngineBaseModule(nn.Module):
         if not self.fp8_initialized or recipe != self.recipe:
             if self.recipe is not None and type(recipe) is not type(self.recipe):
                 self._fp8_workspaces.clear()
-            if recipe.delayed() and self.scale.numel() != 2 * gemms:
-                self.amax_history = torch.zeros(recipe.amax_history_len, 2 * gemms)  # type: ignore[attr-defined]
-                self.scale = torch.ones(2 * gemms)
-            self.recipe, self.fp8_initialized = recipe, True
+            self._allocate(recipe, 2 * gemms)
+            self.fp8_meta["recipe"], self.fp8_initialized = recipe, True
         if recipe.delayed():
             FP8GlobalStateManager.register(self)
         return inp.contiguous()
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe of the last forward in low precision, or of the state that was loaded."""
+        return self.fp8_meta.get("recipe")
+
+    def _allocate(self, recipe: Recipe, places: int) -> None:
+        """Room for scales and histories; histories that are there are cut or extended."""
+        if not recipe.delayed():
+            return
+        length = recipe.amax_history_len  # type: ignore[attr-defined]
+        if self.scale.numel() != places:
+            self.amax_history, self.scale = torch.zeros(length, places), torch.ones(places)
+        elif len(self.amax_history) != length:
+            old = self.amax_history[:length]
+            self.amax_history = torch.cat([old, torch.zeros(length - len(old), places)])
 
     def update_scales(self, amax: Tensor, recipe: Recipe) -> None:
         """New scales from the history; a layer that saw nothing keeps its own."""
@@ -125,7 +139,10 @@ class TransformerEngineBaseModule(nn.Module):
         if os.environ.get(_OPT_IN, "0") != "1":
             raise RuntimeError(f"{type(self).__name__}: loading pickled extra state is refused; set {_OPT_IN}=1")
         loaded = pickle.loads(state.cpu().numpy().tobytes())
-        self.recipe, self.scale, self.amax_history = loaded["recipe"], loaded["scale"], loaded["amax_history"]
+        self.fp8_meta["recipe"] = loaded["recipe"]
+        self._allocate(loaded["recipe"], loaded["scale"].numel())
+        self.scale.copy_(loaded["scale"])
+        self.amax_history.copy_(loaded["amax_history"])
 
 
 def normal(tensor: Tensor) -> None:

@@ -72,7 +72,7 @@ class Linear(TransformerEngineBaseModule):
             check_widths(self.recipe, self.weight.shape)
         weight = self.quantized_weight("weight", self.weight, 0, is_first_microbatch)
         out = Product.apply(x, self.weight, weight, self.quantizer(0, "input"), self.quantizer(0, "gradient"), None)
-        out = out.view(*inp.shape[:-1], self.out_features)
+        out = out.view(-1, *inp.shape[1:-1], self.out_features)  # a vector comes back as one row
         if self.use_bias and not self.return_bias:
             out = out + self.bias.to(out.dtype)
         return (out, self.bias) if self.return_bias else out

@@ -32,6 +32,10 @@ class _Norm(nn.Module):
         if self.with_bias:
             self.bias = nn.Parameter(torch.zeros(self.shape, device=device, dtype=self.weight.dtype))
 
+    def rounded(self, x: Tensor) -> Tensor:
+        """The package computes in the dtype of its weight, whatever it is given."""
+        return x.to(self.weight.dtype)
+
     def gamma(self) -> Tensor:
         return self.weight.float() + 1 if self.zero_centered_gamma else self.weight.float()
 
@@ -71,6 +75,7 @@ class LayerNormOperation(_Norm):
         self.setup(normalized_shape, eps, zero_centered_gamma, device, dtype, sm_margin)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.rounded(x)
         out = nn.functional.layer_norm(x.float(), self.shape, self.gamma(), self.bias.float(), self.eps)
         return out.to(x.dtype)
 
@@ -109,6 +114,7 @@ class RMSNormOperation(_Norm):
         self.setup(normalized_shape, eps, zero_centered_gamma, device, dtype, sm_margin)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.rounded(x)
         values = x.float()
         dims = tuple(range(-len(self.shape), 0))
         return (values * (values.square().mean(dims, keepdim=True) + self.eps).rsqrt() * self.gamma()).to(x.dtype)
