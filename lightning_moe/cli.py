@@ -59,6 +59,7 @@ class _Tool:
 _TOOLS = {
     "doctor": _Tool("show versions, devices and what is usable here, with reasons", "lightning_moe.doctor"),
     "verify": _Tool("compare a config's layout with one process, on its own model and data", "lightning_moe.verify"),
+    "export": _Tool("write a checkpoint as a folder that Transformers loads", "lightning_moe.checkpoint.export"),
 }
 
 
@@ -201,7 +202,8 @@ class MoECLI(LightningCLI):
             self._check_checkpoint(wanted)
             return kwargs
         places = checkpoint_places(self.trainer)
-        searched = ", ".join(_shown(place.directory) for place in places) or _shown(self.trainer.default_root_dir)
+        searched = ", ".join(dict.fromkeys(_shown(place.directory) for place in places))
+        searched = searched or _shown(self.trainer.default_root_dir)
         if wanted == "best":
             found = newest_checkpoints([place.directory for place in places])
             listed = " ".join(_shown(path) for path in found) or f"none in {searched}"
@@ -238,7 +240,7 @@ class MoECLI(LightningCLI):
                 f"ckpt_path {_shown(path)} is a distributed checkpoint (a directory), which the strategy"
                 f" {type(self.trainer.strategy).__name__} cannot read",
                 "Set trainer.strategy: moe_ep, or merge it to one file:"
-                f" python -m lightning.fabric.utilities.consolidate_checkpoint {shlex.quote(_shown(path))}",
+                f" python -m lightning.pytorch.utilities.consolidate_checkpoint {shlex.quote(_shown(path))}",
             )
 
     @rank_zero_only

@@ -1,6 +1,6 @@
 """Which checkpoint ``--ckpt_path last`` means."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,12 @@ class Place:
     Args:
         directory: The directory.
         config: The config that such a run has saved; ``None`` where the present config names the directory itself.
+        pattern: The names of the checkpoints.
     """
 
     directory: Path
     config: Path | None = None
+    pattern: str = "*.ckpt"
 
 
 def newest_checkpoints(directories: Sequence[Path]) -> list[Path]:
@@ -37,13 +39,16 @@ def newest_checkpoints(directories: Sequence[Path]) -> list[Path]:
     Returns:
         Their paths, the newest first. A distributed checkpoint counts once its metadata is there: it is written last.
     """
-    times = {}
-    for directory in directories:
-        for path in directory.glob("*.ckpt"):
-            marker = path / ".metadata" if path.is_dir() else path
-            if marker.exists():
-                times[path] = marker.stat().st_mtime_ns
+    return _newest_first(path for directory in directories for path in directory.glob("*.ckpt"))
+
+
+def _newest_first(paths: Iterable[Path]) -> list[Path]:
+    times = {path: _marker(path).stat().st_mtime_ns for path in paths if _marker(path).exists()}
     return sorted(times, key=lambda path: times[path], reverse=True)
+
+
+def _marker(path: Path) -> Path:
+    return path / ".metadata" if path.is_dir() else path
 
 
 def callback_directories(trainer: Trainer) -> list[Path]:
@@ -71,8 +76,23 @@ def checkpoint_places(trainer: Trainer) -> list[Place]:
             places.append(Place(run / "checkpoints", (run if own_directory else saved) / "config.yaml"))
     if not trainer.loggers:
         places.append(Place(root / "checkpoints", root / "config.yaml"))
-    first = {place.directory: place for place in reversed(places) if place.directory.is_dir()}
+    places += [Place(root, _config_before(path, places), path.name) for path in root.glob("hpc_ckpt_*.ckpt")]
+    first = {(place.directory, place.pattern): place for place in reversed(places) if place.directory.is_dir()}
     return list(reversed(first.values()))
+
+
+def _config_before(checkpoint: Path, places: Sequence[Place]) -> Path:
+    """The config of the run that has saved a checkpoint into the root directory, as Lightning does on SLURM's signal.
+
+    A run saves its config as it begins, so this is the newest config that is older than the checkpoint.
+    """
+    marker = _marker(checkpoint)
+    end = marker.stat().st_mtime_ns if marker.exists() else 0
+    times = {
+        place.config: place.config.stat().st_mtime_ns for place in places if place.config and place.config.exists()
+    }
+    before = {config: time for config, time in times.items() if time <= end}
+    return max(before, key=lambda config: before[config], default=checkpoint.parent / "config.yaml")
 
 
 def newest_fitting(places: Sequence[Place], present: dict[str, Any]) -> tuple[Path | None, list[str]]:
@@ -85,16 +105,17 @@ def newest_fitting(places: Sequence[Place], present: dict[str, Any]) -> tuple[Pa
     Returns:
         The checkpoint, or ``None``, and a line about each newer run that was passed over.
     """
-    configs = {place.directory: place.config for place in places}
-    reasons: dict[Path, str] = {}
-    for path in newest_checkpoints([place.directory for place in places]):
-        config = configs[path.parent]
-        if path.parent in reasons:
+    found = {path: place for place in reversed(places) for path in place.directory.glob(place.pattern)}
+    reasons: dict[tuple[Path, Path], str] = {}
+    for path in _newest_first(found):
+        config = found[path].config
+        if config is not None and (path.parent, config) in reasons:
             continue
         reason = None if config is None else _difference_of(config, present)
-        if reason is None:
+        if config is None or reason is None:
             return path, list(reasons.values())
-        reasons[path.parent] = f"{_short(path.parent)} is passed over: {reason}"
+        several = found[path].pattern == Place.pattern
+        reasons[path.parent, config] = f"{_short(path.parent if several else path)} is passed over: {reason}"
     return None, list(reasons.values())
 
 

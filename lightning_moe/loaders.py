@@ -17,6 +17,7 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.trainer.states import RunningStage
 from torch.distributed import ProcessGroup
 
+from lightning_moe.checkpoint.position import Resumption, wrap
 from lightning_moe.lockstep import LockstepLoader, StatefulLockstepLoader, Together, current_pass
 from lightning_moe.parallel.watch import Watch
 
@@ -37,10 +38,14 @@ class EvenLoaders:
 
     Args:
         watch: Names a rank that does not come to an agreement.
+        resumption: What training dataloaders need to go on where they stood.
+        before_batch: Called before each batch to train on is fetched.
     """
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watch, resumption: Resumption, before_batch: Callable[["pl.Trainer"], None]) -> None:
         self._watch = watch
+        self._resumption = resumption
+        self._before_batch = before_batch
         self._default_group: ProcessGroup | None = None
         self._groups: list[ProcessGroup] = []
         self._queue = _PredictQueue()
@@ -57,7 +62,8 @@ class EvenLoaders:
             timeout: How long a rank waits for the others to have read a batch.
 
         Returns:
-            The dataloader, or an :class:`LockstepLoader` around it: the same kind on every rank.
+            The dataloader; in training one whose position can be restored; an :class:`LockstepLoader` around it where
+            it has to be read in step. The same kind on every rank.
 
         Raises:
             ValueError: On every rank, if the lengths are known and the ranks would not take the same number of steps.
@@ -69,6 +75,9 @@ class EvenLoaders:
         index = len(trainer.predict_loop.max_batches) if stage == RunningStage.PREDICTING else 0
         if index == 0:
             self._queue.start([])
+        if stage == RunningStage.TRAINING:
+            ranks = dist.get_world_size() if dist.is_initialized() else 1
+            dataloader = wrap(dataloader, trainer, self._resumption, device, ranks, self._before_batch)
         length = sized_len(dataloader)
         lengths = gather_int(-1 if length is None else length, device)
         known = -1 not in lengths

@@ -1,8 +1,7 @@
 """Lightning's face: the order of set-up, what each rank reads, backward, clipping, checkpoints, teardown."""
 
 import atexit
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,10 +21,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_moe.attempts import leave_the_former_attempt
+from lightning_moe.checkpoint import state
+from lightning_moe.checkpoint.io import Checkpoints
+from lightning_moe.checkpoint.position import Resumption, begin_training
 from lightning_moe.dispatch import Dispatcher, check_dispatcher, choose_dispatcher
 from lightning_moe.dispatch.budget import check_max_rows_per_rank
 from lightning_moe.experts import FoundExperts, check_backend, find_experts
-from lightning_moe.files import replace_path
 from lightning_moe.launcher import ScriptLauncher
 from lightning_moe.loaders import EvenLoaders
 from lightning_moe.mesh import (
@@ -43,6 +45,7 @@ from lightning_moe.parallel.recompute import CHECKPOINTING, ActivationCheckpoint
 from lightning_moe.parallel.routed import RoutedExperts
 from lightning_moe.parallel.watch import Watch
 from lightning_moe.precision import MoEPrecision
+from lightning_moe.signals import Signals
 
 
 class ExpertParallelStrategy(ModelParallelStrategy):
@@ -78,6 +81,9 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             experts module, so that its memory is bounded, also in evaluation. Choices over it are dropped, those with
             the smallest routing weights first, and counted; ``None`` drops nothing.
         save_distributed_checkpoint: Every rank writes its shards into a folder; else rank 0 writes one file.
+        save_asynchronously: Train on while a checkpoint is written, as soon as its state is copied to the memory of the
+            host. A second save waits for the first, so take ``ModelCheckpoint(save_last="link")`` rather than ``True``.
+            An error is raised at the next save, or at the end.
         process_group_backend: Backend of ``torch.distributed``, ``None`` for the device's own.
         timeout: How long a collective waits for a rank.
 
@@ -101,6 +107,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         prefetch_blocks: int | Literal["auto"] = "auto",
         max_rows_per_rank: int | None = None,
         save_distributed_checkpoint: bool = True,
+        save_asynchronously: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -143,7 +150,10 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self._sharded: Sharded | None = None
         self._backward_was_here = False
         self._watch = Watch()
-        self._loaders = EvenLoaders(self._watch)
+        self._checkpoints = Checkpoints(self, save_distributed_checkpoint, save_asynchronously)
+        self.resumption = Resumption()
+        self._signals = Signals()
+        self._loaders = EvenLoaders(self._watch, self.resumption, self._signals.before_batch)
 
     # What Lightning hands over
 
@@ -195,6 +205,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         check_expert_parallel_size(self.expert_parallel_size, self.world_size // self.replicate_size)
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
+        leave_the_former_attempt(self.global_rank, self.world_size, self._timeout)
         self._setup_distributed()
         if dist.get_backend() == "gloo":
             # It aborts a process that exits with its group alive; for NCCL Lightning sees to that. Not in teardown:
@@ -205,7 +216,6 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             self._device_mesh = build_dense_mesh(
                 self.root_device.type, self.world_size, self.replicate_size, self._timeout
             )
-        assert self.lightning_module is not None
         self.lightning_module._device_mesh = self._device_mesh
 
     @override
@@ -213,6 +223,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        self._checkpoints.attach(trainer)
         # FSDP2 cannot use weights that were gathered under inference_mode in a later fit.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
@@ -222,6 +233,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         self.model_to_device()
         for experts in self._sharded.experts:
             experts.watch = self._watch
+        self._signals.open(self._timeout)
         self._watch.start(self.lightning_module, [experts.name for experts in self._sharded.experts], self._timeout)
         self.barrier()
 
@@ -328,6 +340,12 @@ class ExpertParallelStrategy(ModelParallelStrategy):
     # Steps
 
     @override
+    def on_train_start(self) -> None:
+        assert self.lightning_module is not None
+        self._signals.start(self.lightning_module.trainer)
+        begin_training(self.lightning_module.trainer, self.resumption, self.root_device)
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._watch.over("training_step", new_step=True):
             return super().training_step(*args, **kwargs)
@@ -346,6 +364,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         if message := self._watch.explain(exception):  # from a hook, a callback or the end of an epoch
             exception.add_note(message)
+        self._checkpoints.end_with(exception)
         super().on_exception(exception)
 
     @override
@@ -440,58 +459,41 @@ class ExpertParallelStrategy(ModelParallelStrategy):
     # Checkpoints
 
     @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._checkpoints.check_all_save()
+        return super().lightning_module_state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return state.optimizer_state(self, optimizer)
+
+    @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Save under a temporary name and rename when every rank has finished, so that a checkpoint is whole."""
-        path = Path(self.broadcast(filepath))
-        unfinished = path.with_name(f"{path.name}.partial")
-        with self._failing_together(f"saving {path}"):
-            super().save_checkpoint(checkpoint, unfinished, storage_options)
-        with self._failing_together(f"saving {path}"):
-            if self.global_rank == 0:
-                replace_path(unfinished, path)
-
-    @contextmanager
-    def _failing_together(self, what: str) -> Generator[None, None, None]:
-        """Raise on every rank what one of them raises inside; otherwise the others would wait for it. Collective."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as raised:
-            error = raised
-        errors: list[str | None] = [repr(error) if error else None] * self.world_size
-        if _distributed_is_initialized():
-            dist.all_gather_object(errors, errors[0])
-        if error is not None:
-            raise error
-        for rank, message in enumerate(errors):
-            if message:
-                raise RuntimeError(f"{what} failed on rank {rank}: {message}")
+        self._checkpoints.save(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load model, optimizers and the rest of a checkpoint, saved on any layout.
+        return self._checkpoints.load(checkpoint_path, weights_only)
 
-        Raises:
-            ValueError: If the checkpoint is a single file and the model has experts that exist on one rank each.
-        """
-        if self._sharded is not None and self._sharded.layout.expert > 1 and Path(checkpoint_path).is_file():
-            for experts in self._sharded.experts:
-                if experts.spec.modules is not None:
-                    raise ValueError(
-                        f"{checkpoint_path} is a single file, whose weights every rank must load alike, but the experts"
-                        f" of {type(experts.module).__name__} exist on one of {self._sharded.layout.expert} ranks"
-                        " each; set expert_parallel_size=1, or resume from a distributed checkpoint (a folder)"
-                    )
-        return super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        self._checkpoints.remove(filepath)
+
+    @override
+    def on_train_end(self) -> None:
+        self._checkpoints.finish()  # raises what went wrong with the last one
 
     @override
     def teardown(self) -> None:
         if self._sharded is not None:
             for experts in self._sharded.experts:
                 experts.dispatcher.finalize()
-        super().teardown()
+        try:
+            self._checkpoints.teardown()
+        finally:
+            super().teardown()
 
 
 def _destroy_process_group() -> None:

@@ -420,7 +420,7 @@ def test_a_distributed_checkpoint_becomes_one_file_of_plain_weights(tmp_path: Pa
 
     trained = run_ranks(fit_and_save, 2, {"expert_parallel_size": 2}, str(tmp_path / "a.ckpt"))[0]["weights"]
     dcp_to_torch_save(str(tmp_path / "a.ckpt"), str(tmp_path / "weights.pt"))
-    state = torch.load(tmp_path / "weights.pt")["state_dict"]
+    state = torch.load(tmp_path / "weights.pt")["model"]
     module = tiny.TinyLM()
     module.load_state_dict(state)
     assert all(torch.equal(weight, trained[name]) for name, weight in module.named_parameters())

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 from typing_extensions import override
 
-from lightning_moe.data.fit_progress import align_fit_loop, unfinished_batches
+from lightning_moe.checkpoint.progress import align_fit_loop, unfinished_batches
 
 _DTYPES = (torch.uint8, torch.int32, torch.int64)
 _SLICE = 1 << 16
@@ -207,6 +207,9 @@ class ResumableLoader(DataLoader[Any]):
         for name in ("shuffle", "drop_last", "batch_sampler"):
             if kwargs.pop(name, None):
                 raise ValueError(f"ResumableLoader does not take {name}: its sampler settles the order; leave it out")
+        # Seeds of workers are drawn when an iterator is made, which a resumed run does at another time than an unbroken
+        # one: so not from the generator that the model draws from.
+        kwargs.setdefault("generator", torch.Generator())
         super().__init__(dataset, batch_size=batch_size, sampler=sampler, drop_last=True, **kwargs)
         self._trainer = trainer
         self._epoch_of_pass: int | None = None

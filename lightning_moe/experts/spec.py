@@ -67,6 +67,11 @@ def local_weight(module: nn.Module, name: str) -> Tensor:
     return with_adapters(module, name, _stored_weight(module, name))
 
 
+def partly_elsewhere(module: nn.Module) -> bool:
+    """Whether a module has lost experts, which are modules of their own, to other ranks."""
+    return hasattr(module, _NUM_EXPERTS)
+
+
 def weight_shape(module: nn.Module, name: str) -> torch.Size:
     """Return the shape of a weight of all experts, also of one that something computes where a parameter was."""
     return _weight(module, name).shape

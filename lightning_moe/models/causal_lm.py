@@ -4,7 +4,8 @@ import logging
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any, Literal
+from pathlib import Path
+from typing import IO, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -14,8 +15,14 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
+from lightning_moe.checkpoint import load_from_checkpoint, load_pretrained
 from lightning_moe.flops import CONVENTION, transformer_flops_per_token
-from lightning_moe.models.configuration import has_weights, network_config
+from lightning_moe.models.configuration import (
+    generation_config,
+    has_weights,
+    network_config,
+    without_quantization,
+)
 from lightning_moe.models.optimizer import AdamW, decay_groups
 from lightning_moe.models.router_terms import AuxLossLevel, RouterTerms
 from lightning_moe.models.schedule import Schedule, check_schedule, learning_rate_factor
@@ -52,14 +59,16 @@ class CausalLM(LightningModule):
     Args:
         config: Fields of the network's configuration, for example ``{hidden_size: 256, num_hidden_layers: 4}``.
         config_class: Name of a configuration class of Transformers, for example ``Qwen3MoeConfig``.
-        pretrained: A folder with a ``config.json``. Weights are read from safetensors files that lie there; without
-            any the weights are random.
+        pretrained: A folder with a ``config.json``. Weights are read from safetensors files that lie there, under
+            ``ExpertParallelStrategy`` by each rank its own part (:func:`lightning_moe.checkpoint.load_pretrained`);
+            without any files the weights are random.
         optimizer: Builds the optimizer from parameter groups. Norms and biases are in a group without weight decay.
         warmup_steps: Optimizer steps in which the learning rate rises linearly.
         schedule: ``"cosine"``: fall to ``min_lr_ratio`` over the length of the run; or ``"constant"``.
         min_lr_ratio: The share of the learning rate at which the cosine ends.
         meta_device: Build the network without memory; ``ExpertParallelStrategy`` makes and initializes it block by
-            block, so that the whole network never has to fit one device. Only for random weights.
+            block, so that the whole network never has to fit one device. With weights in ``pretrained`` that strategy
+            always does so.
         aux_loss_coef: Coefficient of the load-balancing loss, 0 for none. The loss is 1 for a perfect balance and
             ``num_experts / num_experts_per_tok`` for the worst, in the mean over layers.
         aux_loss_level: What is balanced: ``"batch"``, the tokens of a micro-batch on all ranks together, as in Switch
@@ -69,6 +78,9 @@ class CausalLM(LightningModule):
         z_loss_coef: Coefficient of the router z-loss (:func:`~lightning_moe.nn.router_z_loss`), 0 for none.
         router_score_function: What the network's routers turn logits into scores with, for the load-balancing loss:
             ``"softmax"``, ``"sigmoid"``, ``"sqrtsoftplus"``, or ``"auto"`` to find out.
+        pretrained_strict: Weights that ``pretrained`` lacks, or has and the network does not, are errors. With
+            ``False`` the former are random and the latter not used; and of embeddings with another number of rows,
+            those rows are read that both have.
 
     Raises:
         ValueError: If an option has a value that is not allowed, or if the configuration class, the model type, a field
@@ -95,17 +107,17 @@ class CausalLM(LightningModule):
         aux_loss_level: AuxLossLevel = "batch",
         z_loss_coef: float = 0.0,
         router_score_function: ScoreFunction | Literal["auto"] = "auto",
+        pretrained_strict: bool = True,
     ) -> None:
         super().__init__()
         check_schedule(schedule, warmup_steps, min_lr_ratio)
         self.router_terms = RouterTerms(aux_loss_coef, aux_loss_level, z_loss_coef, router_score_function)
         self.network_config = network_config(config, config_class, pretrained)
         self.router_terms.check_config(self.network_config)
-        if meta_device and pretrained is not None and has_weights(pretrained):
-            raise ValueError(f"meta_device=True would lose the weights in pretrained={pretrained!r}; leave it out")
         # Not the optimizer: a checkpoint with a function in it cannot be read with weights_only=True.
         self.save_hyperparameters(ignore=["optimizer"])
         self.pretrained = pretrained
+        self.pretrained_strict = pretrained_strict
         self.optimizer = optimizer
         self.warmup_steps = warmup_steps
         self.schedule: Schedule = schedule
@@ -113,6 +125,20 @@ class CausalLM(LightningModule):
         self.meta_device = meta_device
         self._window = TokenWindow()
         self._evaluated = torch.zeros(2)  # summed loss and valid tokens of the evaluation that is running
+
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: str | Path | IO[Any], *args: Any, **kwargs: Any) -> "CausalLM":
+        """Build the model from a checkpoint, a file or a folder; Lightning's own method reads files alone.
+
+        Args:
+            checkpoint_path: The checkpoint.
+            *args: As for Lightning's own method; for a folder as for
+                :func:`lightning_moe.checkpoint.load_from_checkpoint`.
+            **kwargs: Likewise.
+        """
+        if isinstance(checkpoint_path, str | Path) and Path(checkpoint_path).is_dir():
+            return load_from_checkpoint(cls, checkpoint_path, *args, **kwargs)
+        return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
 
     @override
     def setup(self, stage: str) -> None:
@@ -130,30 +156,42 @@ class CausalLM(LightningModule):
     def configure_model(self) -> None:
         if "model" in self._modules:  # called for each fit, validate, test and predict
             return
-        if self.pretrained is not None and has_weights(self.pretrained):
-            self.model = self._load_network(self.pretrained)
-        else:
-            transformers = require("transformers", "CausalLM")
-            with torch.device("meta") if self._build_on_meta() else nullcontext():
-                # The default dtype is the one that the Trainer's precision stores weights in, not that of config.json.
-                self.model = transformers.AutoModelForCausalLM.from_config(
-                    self.network_config, dtype=torch.get_default_dtype()
-                )
+        weights = self.pretrained if self.pretrained is not None and has_weights(self.pretrained) else None
+        on_meta = self._build_on_meta(weights)
+        if weights is None or on_meta:
+            with torch.device("meta") if on_meta else nullcontext():
+                self.model = self._build()
+        if weights is not None:
+            self._read(weights)
         self.router_terms.attach(self.model)
 
-    def _build_on_meta(self) -> bool:
-        if not self.meta_device or self._trainer is None:  # without a Trainer: load_from_checkpoint fills the weights
+    def _build_on_meta(self, weights: str | None) -> bool:
+        if self._trainer is None:  # load_from_checkpoint fills the weights
             return False
         from lightning_moe.strategy import ExpertParallelStrategy
 
-        if not isinstance(self.trainer.strategy, ExpertParallelStrategy):
+        if isinstance(self.trainer.strategy, ExpertParallelStrategy):
+            return self.meta_device or weights is not None
+        if self.meta_device:
             raise ValueError(
                 f"meta_device=True needs Trainer(strategy='moe_ep'): {type(self.trainer.strategy).__name__} would leave"
                 " the weights uninitialized. Choose that strategy or leave meta_device out"
             )
-        return True
+        return False
 
-    def _load_network(self, folder: str) -> torch.nn.Module:
+    def _build(self) -> torch.nn.Module:
+        transformers = require("transformers", "CausalLM")
+        # The default dtype is the one that the Trainer's precision stores weights in, not that of config.json.
+        return transformers.AutoModelForCausalLM.from_config(
+            without_quantization(self.network_config), dtype=torch.get_default_dtype()
+        )
+
+    def _read(self, folder: str) -> None:
+        """Read the weights: later and by parts into a network without memory, else all of them now."""
+        if "model" in self._modules:
+            load_pretrained(self, folder, prefix="model", strict=self.pretrained_strict)
+            self.model.generation_config = generation_config(folder, self.model.generation_config)
+            return
         transformers = require("transformers", "CausalLM")
         network, found = transformers.AutoModelForCausalLM.from_pretrained(
             folder,
@@ -162,15 +200,25 @@ class CausalLM(LightningModule):
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=not self.pretrained_strict,
         )
-        if missing := sorted(found["missing_keys"]):
+        fix = "pretrained_strict=False lets it pass"
+        if (missing := sorted(found["missing_keys"])) and self.pretrained_strict:
             raise ValueError(
                 f"pretrained={folder!r} lacks {len(missing)} weights of {type(network).__name__}, for example"
-                f" {', '.join(missing[:3])}; they would be random"
+                f" {', '.join(missing[:3])}; they would be random. {fix}"
             )
-        if unexpected := sorted(found["unexpected_keys"]):
-            _log.warning("%s holds %d weights that are not used, e.g. %s", folder, len(unexpected), unexpected[0])
-        return network.train()
+        if (unexpected := sorted(found["unexpected_keys"])) and self.pretrained_strict:
+            raise ValueError(
+                f"pretrained={folder!r} holds {len(unexpected)} weights that {type(network).__name__} has no place for,"
+                f" for example {', '.join(unexpected[:3])}. {fix}"
+            )
+        if missing or unexpected:
+            _log.warning(
+                "%s lacks %d weights, which are random (%s), and holds %d that are not used (%s)",
+                *(folder, len(missing), ", ".join(missing[:3]), len(unexpected), ", ".join(unexpected[:3])),
+            )
+        self.model = network.train()
 
     @override
     def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:

@@ -1,14 +1,15 @@
 """From the options of a model to a configuration of Transformers, with errors before any process group exists."""
 
+import copy
 import dataclasses
 import difflib
 import inspect
-import json
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
+from lightning_moe.checkpoint.safetensors_files import weight_map
 from lightning_moe.optional import require
 
 # What every configuration class takes beside its own fields.
@@ -58,6 +59,25 @@ def has_weights(folder: str) -> bool:
     return any(any(Path(folder).glob(pattern)) for pattern in _WEIGHT_FILES)
 
 
+def without_quantization(config: Any) -> Any:
+    """Return a configuration for weights that are no longer quantized as their files are: itself where they are not."""
+    if not any(hasattr(part, "quantization_config") for part in (config, config.get_text_config())):
+        return config
+    plain = copy.deepcopy(config)
+    for part in (plain, plain.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    return plain
+
+
+def generation_config(folder: str, default: Any) -> Any:
+    """Return how the network of a folder generates text, ``default`` where nothing there says it."""
+    if not (Path(folder) / "generation_config.json").is_file():
+        return default
+    transformers = require("transformers", "CausalLM")
+    return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+
+
 def _check_one_way(config: dict[str, Any] | None, config_class: str | None, pretrained: str | None) -> None:
     by_type = config is not None and "model_type" in config
     ways = (
@@ -89,7 +109,10 @@ def _check_folder(folder: Path) -> None:
             " safetensors files: convert them, or move them away to train from random weights"
         )
     for index in folder.glob("*.safetensors.index.json"):
-        shards = set(json.loads(index.read_text())["weight_map"].values())
+        try:
+            shards = set(weight_map(index).values())
+        except ValueError as error:
+            raise ValueError(f"pretrained={str(folder)!r}: {error}") from error
         missing = sorted(name for name in shards if not (folder / name).is_file())
         if missing:
             raise ValueError(

@@ -19,7 +19,7 @@ from lightning_moe.experts.peft import check_adapters, install_adapters, materia
 from lightning_moe.float32 import called, float32_units
 from lightning_moe.mesh import Layout, Meshes, experts_per_rank
 from lightning_moe.parallel.compile import check_compile, compile_block
-from lightning_moe.parallel.initialize import copy_from_rank_zero, materialize, shared_random_state
+from lightning_moe.parallel.initialize import copy_from_rank_zero, materialize, shared_random_state, take_expected
 from lightning_moe.parallel.late import LateScope
 from lightning_moe.parallel.policy import DtypePolicy
 from lightning_moe.parallel.prefetch import no_backward_prefetch, prefetch
@@ -182,8 +182,10 @@ def _shard_units(
     device: torch.device,
 ) -> None:
     """Give every rank the same weights, block by block, and cut them. Collective."""
+    expected = take_expected(module)
+    leave = {id(tensor) for weights in expected for tensor in weights.waiting()}
     copy_from_rank_zero(module, device)
-    sharder = _Sharder(module, experts, meshes, policy, options, device)
+    sharder = _Sharder(module, experts, meshes, policy, options, device, leave)
     with shared_random_state(device):
         materialize_adapters(module, device)
         for _, block in blocks:
@@ -192,6 +194,8 @@ def _shard_units(
             # Resharded after the forward as the blocks are, where FSDP2 by itself would keep them gathered: a forward
             # that no backward follows would leave a copy behind that goes stale, and stand in for the parameters.
             sharder.shard(root, policy.outer())
+    for weights in expected:
+        weights.fill(device)
 
 
 def _overlap_shared_experts(model: nn.Module, experts: Sequence[FoundExperts], routed: Sequence[RoutedExperts]) -> None:
@@ -276,6 +280,7 @@ class _Sharder:
         policy: DtypePolicy,
         options: ShardingOptions,
         device: torch.device,
+        leave: set[int],
     ) -> None:
         self.model = model
         self.experts = {id(found.module): found for found in experts}
@@ -286,6 +291,7 @@ class _Sharder:
         self.policy = policy
         self.reshard_after_forward = options.reshard_after_forward
         self.device = device
+        self.leave = leave  # tensors that stay on the meta device
         self.done: set[int] = set()
         self.without_experts: set[nn.Parameter] = set()  # of a rank that no expert is left for
 
@@ -293,7 +299,7 @@ class _Sharder:
         """Shard one unit: first the experts and routers inside, each as a unit of its own, then the rest."""
         if id(unit) in self.done:
             return
-        materialize(unit, self.model, self.device, skip=self.done)
+        materialize(unit, self.model, self.device, skip=self.done, leave=self.leave)
         for module in list(unit.modules()):
             if id(module) in self.done:
                 continue

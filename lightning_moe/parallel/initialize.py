@@ -1,18 +1,52 @@
 """Weights that are the same on every rank before they are cut up: built from one seed, or copied from rank 0.
 
 Modules on the meta device are materialised and initialised whole, one unit at a time, and cut up right after. So the
-weights do not depend on the layout, no two experts are equal, and the model never exists whole.
+weights do not depend on the layout, no two experts are equal, and the model never exists whole. Those that come from
+somewhere else (:func:`expect`) stay on the meta device until they are cut, and are then filled part by part.
 """
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+_EXPECTED = "_lightning_moe_expected_weights"
+
+
+class ExpectedWeights(Protocol):
+    """Weights that are put into a module once it is sharded."""
+
+    def waiting(self) -> Iterable[Tensor]:
+        """The module's tensors on the meta device that :meth:`fill` will make; all others are initialised."""
+
+    def fill(self, device: torch.device) -> Any:
+        """Make this rank's part of them. Collective."""
+
+
+def expect(module: nn.Module, weights: ExpectedWeights) -> None:
+    """Let a module on the meta device wait for weights: the strategy shards it, and then has it filled.
+
+    Args:
+        module: The module, the same on every rank.
+        weights: What fills it, after what was given before.
+    """
+    object.__setattr__(module, _EXPECTED, [*vars(module).get(_EXPECTED, ()), weights])
+
+
+def take_expected(model: nn.Module) -> list[ExpectedWeights]:
+    """Return what the modules of a model wait for, and forget it."""
+    taken: list[ExpectedWeights] = []
+    for module in model.modules():
+        if _EXPECTED in vars(module):
+            taken += getattr(module, _EXPECTED)
+            object.__delattr__(module, _EXPECTED)
+    return taken
 
 
 @contextmanager
@@ -99,7 +133,14 @@ def _check_same_structure(named: Iterable[tuple[str, Tensor]]) -> None:
         )
 
 
-def materialize(unit: nn.Module, model: nn.Module, device: torch.device, *, skip: set[int]) -> None:
+def materialize(
+    unit: nn.Module,
+    model: nn.Module,
+    device: torch.device,
+    *,
+    skip: set[int],
+    leave: Collection[int] = (),
+) -> None:
     """Give real, initialised tensors to the parts of a unit that are on the meta device.
 
     Each module with such parts inside is initialised after its children, as a model is when it is built: by the
@@ -110,12 +151,13 @@ def materialize(unit: nn.Module, model: nn.Module, device: torch.device, *, skip
         model: The model that holds it.
         device: Where the tensors go.
         skip: Identities of submodules that are done already, with all that is inside.
+        leave: Identities of tensors that stay on the meta device.
 
     Raises:
         ValueError: If a tensor has been on the meta device and nothing initialises it.
     """
     modules = list(_post_order(unit, skip))
-    created = _replace_meta(modules, device)
+    created = _replace_meta(modules, device, leave)
     if not created:
         return
     owners = _initializers(model)
@@ -176,7 +218,9 @@ def _post_order(module: nn.Module, skip: set[int], seen: set[int] | None = None)
     yield module
 
 
-def _replace_meta(modules: list[nn.Module], device: torch.device) -> list[tuple[nn.Module, str, int]]:
+def _replace_meta(
+    modules: list[nn.Module], device: torch.device, leave: Collection[int]
+) -> list[tuple[nn.Module, str, int]]:
     """Replace the modules' own meta tensors by NaN (0 where there is none); one that two modules share stays shared.
 
     Returns:
@@ -187,7 +231,7 @@ def _replace_meta(modules: list[nn.Module], device: torch.device) -> list[tuple[
     created = []
     for module in modules:
         for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-            if not tensor.is_meta:
+            if not tensor.is_meta or id(tensor) in leave:
                 continue
             if id(tensor) not in replaced:
                 fill = float("nan") if tensor.is_floating_point() else 0

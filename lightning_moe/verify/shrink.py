@@ -49,6 +49,7 @@ def shrink(module: LightningModule) -> str:
         if _has_experts(smaller) == wanted:
             break
     module.network_config = smaller
+    module.pretrained_strict = False  # its other layers have no place any more
     widths = [
         f"{name} {getattr(smaller, name)} of {getattr(config, name)}"
         for name in _WIDTHS

@@ -117,6 +117,8 @@ def test_bad_options_are_errors_before_anything_starts(options: dict[str, Any], 
         CausalLM(**options)
 
 
-def test_meta_device_does_not_lose_weights(folder: Path) -> None:
-    with pytest.raises(ValueError, match="meta_device=True would lose the weights"):
-        CausalLM(pretrained=str(folder), meta_device=True)
+def test_weights_without_a_place_are_an_error_unless_they_may_be_left_out(folder: Path) -> None:
+    config(num_hidden_layers=1).save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"holds \d+ weights that Qwen3MoeForCausalLM has no place for.*layers\.1"):
+        built(CausalLM(pretrained=str(folder)))
+    assert len(built(CausalLM(pretrained=str(folder), pretrained_strict=False)).model.model.layers) == 1

@@ -432,7 +432,7 @@ def train(options: dict[str, Any] | None, path: str, steps: tuple[int, int], str
         strategy = "auto" if strategy_options is None else tiny.moe_ep(**strategy_options)
         plugins = [MoEPrecision("32-true", transformer_engine=options)] if strategy_options is not None else []
         trainer = tiny.trainer(strategy, devices=world, max_steps=last, gradient_clip_val=0.5, plugins=plugins)
-        data = tiny.loader(tiny.tokens(6).roll(-first, 0), rank, world)
+        data = tiny.loader(tiny.tokens(6), rank, world)
         trainer.fit(module, data, ckpt_path=path if first else None)
         weights = tiny.weights(module)
         if path and not first:
