@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
@@ -31,7 +31,7 @@ def train(
     options = {
         **STEPS,
         "max_steps": max_steps,
-        "enable_checkpointing": True,
+        "enable_checkpointing": any(isinstance(callback, Checkpoint) for callback in callbacks),
         "use_distributed_sampler": True,
         **options,
     }
