@@ -273,6 +273,22 @@ class MoECLI(LightningCLI):
             _say(Text.assemble((f"{name:<13}", "bold"), text))
 
 
+class ParsedCLI(MoECLI):
+    """The config, parsed and checked, with nothing built from it."""
+
+    @override
+    def _set_seed(self) -> None:
+        """Leave the seed to the runs."""
+
+    @override
+    def instantiate_classes(self) -> None:
+        """Build nothing."""
+
+    @override
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run nothing."""
+
+
 class _TrainingStarted(Callback):
     """Knows whether there was anything left to train."""
 

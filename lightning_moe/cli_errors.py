@@ -5,12 +5,16 @@ import dis
 import inspect
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import Any, NoReturn
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
@@ -312,3 +316,20 @@ def _wait(ranks: Sequence["subprocess.Popen[bytes]"], seconds: float) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end and any(process.poll() is None for process in ranks):
         time.sleep(0.02)
+
+
+@contextmanager
+def terminable() -> Generator[None, None, None]:
+    """Turn SIGTERM into an exit that cleans up."""
+
+    def stop(number: int, frame: Any) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 from typing_extensions import override
 
 from lightning_moe.parallel.watch import Watch
+from lightning_moe.wrapped_loader import WrappedLoader
 
 # What a rank has of a batch, as bits, so that one reduction tells which of them occur.
 _HAS, _NONE, _FAILED = 1, 2, 4
@@ -222,7 +223,7 @@ class Lockstep:
         return True
 
 
-class LockstepLoader:
+class LockstepLoader(WrappedLoader):
     """A dataloader of unknown length that is read in step with those of the other ranks.
 
     It reads one batch ahead, and agrees with the other ranks before each batch on what they have. The agreement begins
@@ -236,18 +237,6 @@ class LockstepLoader:
 
     def __init__(self, loader: Any, together: Together) -> None:
         self._set(_loader=loader, _together=together, _lockstep=Lockstep(together, math.inf, resumed=False))
-
-    def _set(self, **attributes: Any) -> None:
-        for name, value in attributes.items():
-            object.__setattr__(self, name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # a copy that is not built yet
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._loader, name, value)  # Lightning sets worker_init_fn and lets go of workers
 
     def __len__(self) -> int:
         if not self._together.sized:

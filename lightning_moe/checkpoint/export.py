@@ -1,14 +1,11 @@
 """``lightning-moe export``: a checkpoint of Lightning as a folder that Transformers loads, in one process, on a CPU."""
 
 import argparse
-import contextlib
 import errno
 import importlib
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,8 +30,8 @@ from lightning_moe.checkpoint.hub_write import (
 from lightning_moe.checkpoint.named_network import from_folder, from_hyper_parameters, from_init_args, from_module
 from lightning_moe.checkpoint.network import FoundNetwork, check_no_adapters
 from lightning_moe.checkpoint.stored import StoredWeights, open_checkpoint
-from lightning_moe.cli import MoECLI, check_config_file, config_files, quiet
-from lightning_moe.cli_errors import RefusedError
+from lightning_moe.cli import ParsedCLI, check_config_file, config_files, quiet
+from lightning_moe.cli_errors import RefusedError, terminable
 from lightning_moe.models import CausalLM
 
 _REPORT_S = 10.0
@@ -71,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(sys.argv[2:] if argv is None else argv)
     quiet()
     try:
-        with _terminable():
+        with terminable():
             print(_export(options))
     except (CheckpointError, ValueError, NotImplementedError, OSError, ImportError) as error:
         raise RefusedError(_reason(error).rstrip(". ")) from error
@@ -275,7 +272,7 @@ def _network(options: argparse.Namespace, weights: StoredWeights) -> tuple[Found
     arguments = [part for file in options.config for part in ("--config", file)]
     for file in config_files(arguments):
         check_config_file(file)
-    config = _Parsed(["fit", *arguments]).config["fit"]
+    config = ParsedCLI(["fit", *arguments]).config["fit"]
     source = ", ".join(options.config)
     model = config["model"].as_dict()
     data = config.get("data")
@@ -296,42 +293,9 @@ def _is_causal_lm(class_path: str) -> bool:
     return issubclass(getattr(importlib.import_module(module), name), CausalLM)
 
 
-class _Parsed(MoECLI):
-    """The config, parsed and checked, with nothing built from it."""
-
-    @override
-    def _set_seed(self) -> None:
-        """Nothing is random."""
-
-    @override
-    def instantiate_classes(self) -> None:
-        """Build nothing."""
-
-    @override
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Run nothing."""
-
-
 def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         if error.errno == errno.ENOSPC and not error.filename:
             return error.strerror
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return " ".join(str(error).split())
-
-
-@contextlib.contextmanager
-def _terminable() -> Generator[None, None, None]:
-    """Turn SIGTERM into an exit that cleans up."""
-
-    def stop(number: int, frame: Any) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

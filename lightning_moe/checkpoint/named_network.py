@@ -11,7 +11,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from torch import nn
 
 from lightning_moe.checkpoint.network import PURPOSE, FoundNetwork, find_network, meta_twin, on_meta
-from lightning_moe.models.configuration import network_config, without_quantization
+from lightning_moe.models.configuration import generate_as_in, network_config, without_quantization
 from lightning_moe.optional import one_line, require
 
 _log = logging.getLogger(__name__)
@@ -64,19 +64,8 @@ def _causal_lm(values: Mapping[str, Any], source: str) -> FoundNetwork:
     model = on_meta(_causal_lm_classes()[type(built)], built)
     folder = Path(pretrained) if pretrained else None
     if folder is not None:
-        _generate_as_in(folder, model)
+        generate_as_in(folder, model)
     return FoundNetwork(_CAUSAL_LM, model, folder)
-
-
-def _generate_as_in(folder: Path, model: Any) -> None:
-    """Give a model the generation config of a folder, which in old folders is a part of ``config.json``."""
-    if not model.can_generate():
-        return
-    files = [name for name in ("generation_config.json", "config.json") if (folder / name).is_file()]
-    cls = require("transformers", PURPOSE).GenerationConfig
-    model.generation_config = cls.from_pretrained(
-        str(folder), config_file_name=files[0], local_files_only=True, _from_model_config=files[0] == "config.json"
-    )
 
 
 def _causal_lm_classes() -> Any:
@@ -112,7 +101,7 @@ def from_folder(folder: Path, names: Sequence[str], module: str | None = None) -
             f" {transformers.__version__} has no causal language model; name the class in its field `architectures`"
         )
     model = on_meta(cls, config)
-    _generate_as_in(folder, model)
+    generate_as_in(folder, model)
     if module is None:
         module = _prefix(model, names, folder)
     return FoundNetwork(module, model, folder)

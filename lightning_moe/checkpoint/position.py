@@ -28,6 +28,7 @@ from typing_extensions import override
 from lightning_moe.checkpoint.optimizer_state import parameter_names
 from lightning_moe.checkpoint.progress import align_fit_loop, unfinished_batches
 from lightning_moe.checkpoint.random_state import keeping_random_state, random_state, set_random_state
+from lightning_moe.wrapped_loader import WrappedLoader
 
 
 @dataclass
@@ -137,7 +138,7 @@ class _Common:
         return progress.processed
 
 
-class TrainingLoader:
+class TrainingLoader(WrappedLoader):
     """A dataloader whose iterator is made when the first batch is asked for. Attributes are those of the dataloader.
 
     Args:
@@ -147,18 +148,6 @@ class TrainingLoader:
 
     def __init__(self, loader: Any, common: _Common) -> None:
         self._set(_loader=loader, _common=common, _epoch=-1, _began={})
-
-    def _set(self, **attributes: Any) -> None:
-        for name, value in attributes.items():
-            object.__setattr__(self, name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # a copy that is not built yet
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._loader, name, value)  # Lightning sets worker_init_fn and lets go of workers
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -18,7 +18,7 @@ from typing_extensions import override
 from lightning_moe.checkpoint import load_from_checkpoint, load_pretrained
 from lightning_moe.flops import CONVENTION, transformer_flops_per_token
 from lightning_moe.models.configuration import (
-    generation_config,
+    generate_as_in,
     has_weights,
     network_config,
     without_quantization,
@@ -190,7 +190,7 @@ class CausalLM(LightningModule):
         """Read the weights: later and by parts into a network without memory, else all of them now."""
         if "model" in self._modules:
             load_pretrained(self, folder, prefix="model", strict=self.pretrained_strict)
-            self.model.generation_config = generation_config(folder, self.model.generation_config)
+            generate_as_in(folder, self.model)
             return
         transformers = require("transformers", "CausalLM")
         network, found = transformers.AutoModelForCausalLM.from_pretrained(

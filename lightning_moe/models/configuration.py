@@ -70,12 +70,19 @@ def without_quantization(config: Any) -> Any:
     return plain
 
 
-def generation_config(folder: str, default: Any) -> Any:
-    """Return how the network of a folder generates text, ``default`` where nothing there says it."""
-    if not (Path(folder) / "generation_config.json").is_file():
-        return default
-    transformers = require("transformers", "CausalLM")
-    return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+def generate_as_in(folder: str | Path, model: Any) -> None:
+    """Give a model the generation config of a folder, which in old folders is a part of ``config.json``.
+
+    Args:
+        folder: The folder.
+        model: A ``transformers.PreTrainedModel``.
+    """
+    if not model.can_generate():
+        return
+    files = [name for name in ("generation_config.json", "config.json") if (Path(folder) / name).is_file()]
+    model.generation_config = require("transformers", "CausalLM").GenerationConfig.from_pretrained(
+        str(folder), config_file_name=files[0], local_files_only=True, _from_model_config=files[0] == "config.json"
+    )
 
 
 def _check_one_way(config: dict[str, Any] | None, config_class: str | None, pretrained: str | None) -> None:

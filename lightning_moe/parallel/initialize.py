@@ -160,7 +160,7 @@ def materialize(
     created = _replace_meta(modules, device, leave)
     if not created:
         return
-    owners = _initializers(model)
+    owners = initializers(model)
     with torch.no_grad():
         for module in _to_initialize(modules, {id(module) for module, _, _ in created}, skip):
             owner = owners.get(id(module))
@@ -245,7 +245,7 @@ def _replace_meta(
     return created
 
 
-def _initializers(model: nn.Module) -> dict[int, nn.Module]:
+def initializers(model: nn.Module) -> dict[int, nn.Module]:
     """For each module the innermost model around it that initialises its submodules by ``_init_weights``."""
     owners: dict[int, nn.Module] = {}
     for module in model.modules():

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_moe.optional import probe, require
+from lightning_moe.parallel.initialize import initializers
 from lightning_moe.te.attention import use_transformer_engine
 from lightning_moe.te.norms import RMSNormFacts
 from lightning_moe.te.options import TransformerEngineConfig
@@ -66,7 +67,7 @@ def swap(model: nn.Module, plan: Plan) -> None:
     """
     te = require(PACKAGE, "transformer_engine")
     attention = [item.module for item in plan.swapped if item.target == ATTENTION]
-    owners = _initializers(model)
+    owners = initializers(model)
     made = {
         id(item.module): _made(te, item, owners.get(id(item.module)))
         for item in plan.swapped
@@ -194,15 +195,6 @@ def _rows(te: ModuleType) -> int:
     """The multiple of rows that a product needs now: 1 outside of low precision."""
     state: Any = te.quantization.FP8GlobalStateManager
     return recipe_facts(state.get_fp8_recipe()).rows if state.is_fp8_enabled() else 1
-
-
-def _initializers(model: nn.Module) -> dict[int, nn.Module]:
-    """For each module the innermost model around it that initializes its submodules by ``_init_weights``."""
-    owners: dict[int, nn.Module] = {}
-    for module in model.modules():
-        if callable(getattr(module, "_init_weights", None)):
-            owners.update((id(inner), module) for inner in module.modules())
-    return owners
 
 
 # The state of delayed scaling

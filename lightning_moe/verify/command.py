@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,8 +15,8 @@ from typing import Any, NoReturn
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from typing_extensions import override
 
-from lightning_moe.cli import MoECLI, check_config_file, config_files
-from lightning_moe.cli_errors import RefusedError
+from lightning_moe.cli import ParsedCLI, check_config_file, config_files
+from lightning_moe.cli_errors import RefusedError, terminable
 from lightning_moe.verify.compare import Record
 from lightning_moe.verify.judge import Judge, Start
 from lightning_moe.verify.plan import LAYOUT, Plan, Reference
@@ -71,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     plan = Plan(tuple(arguments), options.steps, options.shrink, options.no_dropout, callbacks)
     model = str(config["model"]["class_path"])
     try:
-        with _terminable(), _temporary_folder() as folder:
+        with terminable(), _temporary_folder() as folder:
             plan.write(folder)
             verdict = Judge(folder, options.tolerance, _starter(options.timeout)).verdict()
             layout = Record(folder / LAYOUT)
@@ -144,22 +143,6 @@ def _writable(text: str) -> Path:
     return path
 
 
-class _Parsed(MoECLI):
-    """The config, parsed and checked, with nothing built from it."""
-
-    @override
-    def _set_seed(self) -> None:
-        """Leave the seed to the runs."""
-
-    @override
-    def instantiate_classes(self) -> None:
-        """Build nothing."""
-
-    @override
-    def _run_subcommand(self, subcommand: str) -> None:
-        """Run nothing."""
-
-
 def _config(arguments: list[str]) -> Any:
     """Parse the config and refuse what a comparison cannot honour."""
     if not any(argument.split("=")[0] in ("-c", "--config") for argument in arguments):
@@ -173,7 +156,7 @@ def _config(arguments: list[str]) -> Any:
             "verify starts the ranks of one machine itself, and was itself started several times",
             "Run it without torchrun or srun",
         )
-    config = _Parsed(["fit", *arguments]).config["fit"]
+    config = ParsedCLI(["fit", *arguments]).config["fit"]
     if config["trainer"]["num_nodes"] != 1:
         raise RefusedError(
             f"trainer.num_nodes={config['trainer']['num_nodes']}: verify runs on one machine",
@@ -217,23 +200,6 @@ def _temporary_folder() -> Generator[Path, None, None]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _terminable() -> Generator[None, None, None]:
-    """Turn SIGTERM into an exit that cleans up."""
-
-    def stop(number: int, frame: Any) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _starter(timeout: float) -> Start:

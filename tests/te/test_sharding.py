@@ -183,8 +183,14 @@ def keep(name: str, precision: Any) -> tuple[set[torch.dtype], set[torch.dtype]]
     return {parameter.dtype for name, parameter in module.named_parameters() if name in kept}, used
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("family", ["MuseSparkExperts", pytest.param("DeepseekV4Experts", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [
+        ("MuseSparkExperts", "bf16-mixed"),
+        ("MuseSparkExperts", "bf16-true"),
+        pytest.param("DeepseekV4Experts", "bf16-true", marks=pytest.mark.slow),
+    ],
+)
 def test_the_model_keeps_weights_in_float32(family: str, precision: str) -> None:
     for stored, used in run_ranks(partial(keep, family, precision), 2, timeout=200):
         assert stored == used == {torch.float32}
