@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -104,6 +105,20 @@ def sync_folder(path: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def wait_for_folder(path: Path, seconds: float = 30.0) -> bool:
+    """Wait until a folder that another rank has made is there for this one: network file systems show it late.
+
+    Returns:
+        Whether it is.
+    """
+    end = time.monotonic() + seconds
+    while not path.is_dir():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def _exists(path: Path) -> bool:

@@ -157,7 +157,7 @@ class MoEPrecision(Precision):
             module, self.transformer_engine, [found.module for found in experts], find_routers(module, experts)
         )
 
-    def check_sharding(self, compile: bool, activation_checkpointing: str) -> None:
+    def check_sharding(self, compile: bool, activation_checkpointing: str, experts_backend: str = "auto") -> None:
         """Refuse options of the strategy that Transformer Engine's layers do not go with.
 
         Raises:
@@ -171,6 +171,12 @@ class MoEPrecision(Precision):
                 "compile=True cannot be combined with transformer_engine: its layers are kernels that torch.compile"
                 " cannot look into, so every block would fall into pieces. Set compile=False, or leave"
                 " transformer_engine out"
+            )
+        if options.cache_expert_weights and experts_backend != "te":
+            raise ValueError(
+                "transformer_engine: cache_expert_weights=True needs experts that Transformer Engine computes, and"
+                f" experts_backend is {experts_backend!r}; set ExpertParallelStrategy(experts_backend='te'), or leave"
+                " cache_expert_weights out"
             )
         if activation_checkpointing != "none" and is_delayed(options.recipe):
             raise ValueError(
@@ -194,11 +200,6 @@ class MoEPrecision(Precision):
         backends = [routed.backend for routed in experts]
         if options.cache_expert_weights:
             self._cached = [backend for backend in backends if isinstance(backend, TransformerEngineBackend)]
-            if not self._cached:
-                raise ValueError(
-                    "transformer_engine: cache_expert_weights=True needs experts that Transformer Engine computes; set"
-                    " ExpertParallelStrategy(experts_backend='te'), or leave cache_expert_weights out"
-                )
             for backend in self._cached:
                 backend.keep_copies = True
         return outside_of_recipe(

@@ -41,8 +41,8 @@ from lightning_moe.mesh import (
 from lightning_moe.parallel import Sharded, ShardingOptions, already_sharded, experts_placement, shard_module
 from lightning_moe.parallel.advice import check_trainer, needs_of, warn_coarse_buffers, warn_no_experts
 from lightning_moe.parallel.prefetch import check_prefetch_blocks
-from lightning_moe.parallel.recompute import CHECKPOINTING, ActivationCheckpointing
-from lightning_moe.parallel.routed import RoutedExperts
+from lightning_moe.parallel.recompute import ActivationCheckpointing, check_mode
+from lightning_moe.parallel.routed import RoutedExperts, check_dispatch_chunks
 from lightning_moe.parallel.watch import Watch
 from lightning_moe.precision import MoEPrecision
 from lightning_moe.signals import Signals
@@ -122,15 +122,8 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             raise ValueError(
                 f"expert_parallel_size={expert_parallel_size!r} must be 'auto' or a positive number of ranks"
             )
-        if activation_checkpointing not in CHECKPOINTING:
-            raise ValueError(
-                f"activation_checkpointing={activation_checkpointing!r} is not known; allowed are"
-                f" {', '.join(map(repr, CHECKPOINTING))}"
-            )
-        if isinstance(dispatch_chunks, bool) or not isinstance(dispatch_chunks, int) or dispatch_chunks < 1:
-            raise ValueError(
-                f"dispatch_chunks={dispatch_chunks!r} must be a positive number of parts; 1 sends all at once"
-            )
+        check_mode(activation_checkpointing)
+        check_dispatch_chunks(dispatch_chunks)
         check_prefetch_blocks(prefetch_blocks)
         check_max_rows_per_rank(max_rows_per_rank)
         check_dispatcher(dispatcher)
@@ -254,7 +247,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
             self.world_size // self.replicate_size,
             self.num_processes,
         )
-        self.precision_plugin.check_sharding(self.compile, self.activation_checkpointing)
+        self.precision_plugin.check_sharding(self.compile, self.activation_checkpointing, self.experts_backend)
         policy, before = self.precision_plugin.dtype_policy, already_sharded(module)
         if before is not None and self.dispatcher == "auto":
             dispatcher, why = before.options.dispatcher, ""
@@ -281,6 +274,7 @@ class ExpertParallelStrategy(ModelParallelStrategy):
         layout = Layout(self.world_size, self.replicate_size, size)
         if before is not None:
             before.check_again(module, layout, policy, options)
+            self.precision_plugin.connect_experts(before.experts)
             return before
         self._check_experts(experts, layout)
         if not experts:

@@ -85,7 +85,7 @@ class SavedFolder:
     Attributes:
         path: The folder.
         manifest: What it says of itself; ``None`` for one that lightning-moe did not write.
-        tensors: Shapes and dtypes by their names in the checkpoint, for example ``state_dict.net.weight`` or
+        tensors: Shapes and dtypes by their names in the checkpoint, for example ``model.net.weight`` or
             ``optimizer_0.state.net.weight.exp_avg``.
         metadata: What ``torch.distributed.checkpoint`` says of it.
 
@@ -130,7 +130,7 @@ class SavedFolder:
 
         Args:
             expected: Shapes of the whole tensors that this rank has, by name.
-            prefix: What their names begin with in the checkpoint, for example ``"state_dict."``.
+            prefix: What their names begin with in the checkpoint, for example ``"model."``.
             what: What they belong to, for messages; default: the model.
             strict: Whether a tensor that only one side has is an error.
 

@@ -7,7 +7,6 @@ one after the other, and the rank that has the file writes them. No rank ever ho
 import contextlib
 import os
 import tempfile
-import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,9 +33,8 @@ from lightning_moe.checkpoint.hub_write import (
     write_index,
 )
 from lightning_moe.checkpoint.network import check_no_adapters, find_network, meta_twin
+from lightning_moe.files import wait_for_folder
 from lightning_moe.parallel.apply import reshard
-
-_WAIT_FOR_FOLDER_S = 30.0
 
 
 def save_pretrained(
@@ -282,15 +280,11 @@ class _Live:
 
 
 def _wait_for(folder: Path) -> None:
-    """Wait until this rank sees what rank 0 has made: network file systems show a new folder late."""
-    end = time.monotonic() + _WAIT_FOR_FOLDER_S
-    while not folder.is_dir():
-        if time.monotonic() > end:
-            raise FileNotFoundError(
-                f"{folder}, which rank 0 has made, is not there for this rank: give a folder on a file system that all"
-                " ranks share"
-            )
-        time.sleep(0.1)
+    if not wait_for_folder(folder):
+        raise FileNotFoundError(
+            f"{folder}, which rank 0 has made, is not there for this rank: give a folder on a file system that all"
+            " ranks share"
+        )
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -447,7 +447,18 @@ def _belongs(path: Path) -> bool:
     """Whether a file or folder is one that a model in the hub format has."""
     if path.is_dir():
         return path.name == _TEMPLATES
+    if path.suffix == ".py":  # the source of a network that is not one of Transformers' own
+        return path.stem in _modules_of(path.parent / CONFIG)
     return path.name in (CONFIG, GENERATION, *TOKENIZER_FILES) or _OURS.fullmatch(path.name) is not None
+
+
+def _modules_of(config: Path) -> set[str]:
+    """Names of the modules whose classes a ``config.json`` names."""
+    try:
+        named = json.loads(config.read_text(encoding="utf-8"))["auto_map"].values()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return set()
+    return {str(name).partition(".")[0] for name in named}
 
 
 def _sync(path: Path) -> None:

@@ -23,7 +23,7 @@ from lightning_moe.checkpoint.in_background import Pending, memory_of, private_c
 from lightning_moe.checkpoint.in_place import FILE, Unfinished, remove, unfinished_path
 from lightning_moe.checkpoint.single_file import read_file, write_file
 from lightning_moe.checkpoint.unpickle import load_safely
-from lightning_moe.files import repair, replace_link
+from lightning_moe.files import repair, replace_link, wait_for_folder
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from lightning_moe.strategy import ExpertParallelStrategy
 
 _WAIT_FOR_RANKS_S = 20.0
-_WAIT_FOR_FOLDER_S = 30.0  # network file systems show a new folder late
 
 
 class Checkpoints:
@@ -82,13 +81,17 @@ class Checkpoints:
         if self.strategy.lightning_module.trainer.state.status != TrainerStatus.INTERRUPTED or ranks.group is None:
             return
         self.finish()
+        begun = time.monotonic()
         try:
             # Not monitored_barrier: all ranks but the first wait there for as long as the group waits.
             dist.barrier(ranks.group, async_op=True).wait(timedelta(seconds=_WAIT_FOR_RANKS_S))
         except RuntimeError as error:
+            waited = time.monotonic() - begun
+            why = f"within {_WAIT_FOR_RANKS_S:.0f} s not every rank has met one and come to save"
+            if waited < _WAIT_FOR_RANKS_S / 2:  # it did not wait: a connection has ended
+                why = "another rank is gone"
             raise CheckpointError(
-                f"no checkpoint is saved of this exception: within {_WAIT_FOR_RANKS_S:.0f} s not every rank has met one"
-                " and come to save, and one rank alone cannot"
+                f"no checkpoint is saved of this exception: {why}, and one rank alone cannot"
             ) from error
 
     def finish(self) -> None:
@@ -369,14 +372,11 @@ def _wait_for(folder: Path, everywhere: bool) -> None:
     """Wait until this rank sees the folder that rank 0 has made."""
     if not everywhere:
         return
-    deadline = time.monotonic() + _WAIT_FOR_FOLDER_S
-    while not folder.is_dir():
-        if time.monotonic() > deadline:
-            raise CheckpointError(
-                f"{folder}, which rank 0 has made, is not there: a distributed checkpoint needs a file system that all"
-                " ranks share; save to one, or set save_distributed_checkpoint=False"
-            )
-        time.sleep(0.05)
+    if not wait_for_folder(folder):
+        raise CheckpointError(
+            f"{folder}, which rank 0 has made, is not there: a distributed checkpoint needs a file system that all"
+            " ranks share; save to one, or set save_distributed_checkpoint=False"
+        )
 
 
 def _private(strategy: "ExpertParallelStrategy") -> Callable[[Any], Any]:

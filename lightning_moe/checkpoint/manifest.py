@@ -48,7 +48,7 @@ class Manifest:
     Attributes:
         model: Class of the LightningModule.
         layout: ``world_size``, ``expert_parallel_size`` and ``replicate_size`` of the run that wrote it.
-        tensors: By their names in the checkpoint, for example ``state_dict.net.weight``.
+        tensors: By their names in the checkpoint, for example ``model.net.weight``.
         files: The parts of each file of the folder, but for the manifest itself.
         versions: Of the packages that wrote it.
     """

@@ -160,15 +160,22 @@ def shard_module(
     for found, forward in zip(experts, routed, strict=True):
         found.spec.install(found.module, torch.compiler.disable(forward.__call__) if options.compile else forward)
     install_adapters(module, [found.module for found in experts], compiled=options.compile)
-    for _, block in blocks:
+    _wrap_blocks([block for _, block in blocks], options, recompute_context)
+    sharded = Sharded(meshes.layout, policy, options, tuple(routed), tuple(notes))
+    object.__setattr__(module, _SHARDED, sharded)
+    return sharded
+
+
+def _wrap_blocks(
+    blocks: Sequence[nn.Module], options: ShardingOptions, recompute_context: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """Compile the blocks, and let them compute again in the backward pass, as the options say."""
+    for block in blocks:
         if options.compile:
             compile_block(block)
         checkpoint_block(
             block, options.activation_checkpointing, keep_routing=not options.compile, around=recompute_context
         )
-    sharded = Sharded(meshes.layout, policy, options, tuple(routed), tuple(notes))
-    object.__setattr__(module, _SHARDED, sharded)
-    return sharded
 
 
 def _shard_units(

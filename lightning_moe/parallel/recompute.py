@@ -32,6 +32,19 @@ _T = TypeVar("_T")
 _Pair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
+def check_mode(activation_checkpointing: object) -> None:
+    """Check the strategy's option.
+
+    Raises:
+        ValueError: If there is no such mode.
+    """
+    if activation_checkpointing not in CHECKPOINTING:
+        raise ValueError(
+            f"activation_checkpointing={activation_checkpointing!r} is not known; allowed are"
+            f" {', '.join(map(repr, CHECKPOINTING))}"
+        )
+
+
 def check_activation_checkpointing(mode: str, model: nn.Module, blocks: Iterable[nn.Module]) -> None:
     """Check the strategy's ``activation_checkpointing`` against a model.
 

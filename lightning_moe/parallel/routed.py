@@ -12,6 +12,16 @@ from lightning_moe.parallel.recompute import in_recompute
 from lightning_moe.parallel.watch import Watch
 
 
+def check_dispatch_chunks(dispatch_chunks: object) -> None:
+    """Check the strategy's option.
+
+    Raises:
+        ValueError: If it is no number of parts.
+    """
+    if isinstance(dispatch_chunks, bool) or not isinstance(dispatch_chunks, int) or dispatch_chunks < 1:
+        raise ValueError(f"dispatch_chunks={dispatch_chunks!r} must be a positive number of parts; 1 sends all at once")
+
+
 class RoutedExperts:
     """The forward of one experts module over the ranks that share its experts.
 

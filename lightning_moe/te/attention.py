@@ -182,25 +182,7 @@ def attention_forward(
     """
     _check_asked(module, kwargs)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    queries, keys = query.shape[2], key.shape[2]
-    mask, window = None, (-1, -1)
-    if attention_mask is not None:
-        if attention_mask.dtype != torch.bool:
-            raise ValueError(
-                f"{type(module).__name__} makes a mask of its own in {attention_mask.dtype}, and Transformer Engine"
-                " takes true and false; set transformer_engine with layers: [linear, norm]"
-            )
-        _warn_of_masks(module)
-        kind, mask = "arbitrary", ~attention_mask[..., :keys]
-    elif not causal or queries == 1:
-        kind = "no_mask"
-    elif queries == keys:
-        kind, window = "causal", (-1 if sliding_window is None else sliding_window - 1, 0)
-    else:
-        raise ValueError(
-            f"{type(module).__name__}: Transformer Engine's attention does not take {queries} queries and {keys} keys"
-            " without a mask; generate with the unchanged model, or leave 'attention' out of layers"
-        )
+    kind, mask, window = _mask(module, query.shape[2], key.shape[2], attention_mask, causal, sliding_window)
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     layer = _layer(module, query.shape, key.shape, value.shape, dropout, scale, softcap)
     out = layer(
@@ -210,6 +192,33 @@ def attention_forward(
         window_size=window,
     )
     return out.view(*out.shape[:2], query.shape[1], value.shape[-1]), None
+
+
+def _mask(
+    module: nn.Module,
+    queries: int,
+    keys: int,
+    attention_mask: Tensor | None,
+    causal: bool,
+    sliding_window: int | None,
+) -> tuple[str, Tensor | None, tuple[int, int]]:
+    """What the package calls this kind of mask, the mask where one is handed over, and the window."""
+    if attention_mask is not None:
+        if attention_mask.dtype != torch.bool:
+            raise ValueError(
+                f"{type(module).__name__} makes a mask of its own in {attention_mask.dtype}, and Transformer Engine"
+                " takes true and false; set transformer_engine with layers: [linear, norm]"
+            )
+        _warn_of_masks(module)
+        return "arbitrary", ~attention_mask[..., :keys], (-1, -1)
+    if not causal or queries == 1:
+        return "no_mask", None, (-1, -1)
+    if queries == keys:
+        return "causal", None, (-1 if sliding_window is None else sliding_window - 1, 0)
+    raise ValueError(
+        f"{type(module).__name__}: Transformer Engine's attention does not take {queries} queries and {keys} keys"
+        " without a mask; generate with the unchanged model, or leave 'attention' out of layers"
+    )
 
 
 def _check_asked(module: nn.Module, kwargs: dict[str, Any]) -> None:

@@ -238,6 +238,7 @@ def entry(start: Any, stop: Any, shape: Any = (2,), dtype: str = "F32") -> dict[
         damaged({"a": entry(0, 8), "b": entry(4, 12)}, 12),  # overlapping
         damaged({"a": entry(0, 8), "b": entry(0, 8)}, 8),  # the same bytes twice
         damaged({"a": entry(0, 8), "b": entry(12, 20)}, 20),  # a hole between
+        damaged({"a": entry(0, 8), "b": entry(4, 12), "c": entry(16, 24)}, 24),  # both, so that the sum is right
         damaged({"a": entry(0, 8)}, 9),  # something behind
         damaged("{" + ", ".join([f'"a": {json.dumps(entry(0, 8))}'] * 2) + "}", 8),  # a name twice
         damaged({"a": entry(0, 8, [2.0])}, 8),

@@ -282,6 +282,15 @@ def test_what_a_user_has_put_beside_a_model_is_not_replaced(mine: str, tmp_path:
         HubFolder(_make(tmp_path / "model", "config.json", "model.safetensors", mine), overwrite=True)
 
 
+def test_the_source_of_a_network_is_a_part_of_its_model(tmp_path: Path) -> None:
+    output = _make(tmp_path / "model", "config.json", "model.safetensors", "modeling_mine.py")
+    (output / "config.json").write_text('{"auto_map": {"AutoModelForCausalLM": "modeling_mine.Mine"}}')
+    with HubFolder(output, overwrite=True) as folder:
+        (folder.partial / "config.json").write_text("{}")
+        folder.finish()
+    assert [path.name for path in output.iterdir()] == ["config.json"]
+
+
 def test_nothing_but_a_model_is_replaced(tmp_path: Path) -> None:
     home = _make(tmp_path / "home", "config.json", "thesis.tex")
     with pytest.raises(FileExistsError, match=r"holds thesis.tex beside a model, which --overwrite would remove"):

@@ -4,6 +4,7 @@ import logging
 import os
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,10 +12,13 @@ import pytest
 import torch
 
 from lightning_moe import MoEPrecision
+from lightning_moe.callbacks import HubCheckpoint
 from lightning_moe.experts.te import TransformerEngineBackend
 from lightning_moe.float32 import kept_in_float32
+from lightning_moe.models import CausalLM
 from lightning_moe.te import swap
 from tests import tiny
+from tests.checkpoint import hub_models
 from tests.families import FAMILIES
 from tests.harness import run_ranks, run_ranks_expecting_error
 from tests.te import fakes
@@ -128,6 +132,57 @@ def test_copies_of_the_weights_of_experts_are_made_once_a_step() -> None:
             assert (each_time.pop("copies"), once.pop("copies")) == (4 * 2 * 2 * 2 * micro_batches, 4 * 2 * 2 * 2)
             assert each_time.pop("losses") == once.pop("losses")
             assert all(torch.equal(once[name], weight) for name, weight in each_time.items())
+
+
+def fit_twice(cache: bool) -> dict[str, Any]:
+    """Two runs of one module, each with a Trainer and a plugin of its own."""
+    swap.DEVICES = ("cpu", "cuda")  # type: ignore[assignment]
+    TransformerEngineBackend.device_types = ("cpu", "cuda")
+    world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    with fakes.installed():
+        pl.seed_everything(0, verbose=False)
+        module = tiny.TinyLM()
+        for _ in range(2):
+            plugin = MoEPrecision("32-true", transformer_engine={"recipe": "current", "cache_expert_weights": cache})
+            strategy = tiny.moe_ep(expert_parallel_size=2, experts_backend="te")
+            trainer = tiny.trainer(strategy, devices=world, max_steps=3, plugins=[plugin])
+            trainer.fit(module, tiny.loader(tiny.tokens(3), rank, world))
+        return {"losses": module.losses, **tiny.weights(module)}
+
+
+def test_a_second_run_makes_new_copies_as_well() -> None:
+    each_time, once = (run_ranks(fit_twice, 2, cache, timeout=200)[0] for cache in (False, True))
+    assert each_time.pop("losses") == once.pop("losses")
+    assert all(torch.equal(once[name], weight) for name, weight in each_time.items())
+
+
+def in_and_out(folder: str) -> list[str]:
+    """Read weights of the hub into a model with the package's layers, and write them again."""
+    swap.DEVICES = ("cpu", "cuda")  # type: ignore[assignment]
+    with fakes.installed() as te:
+        sgd = partial(torch.optim.SGD, lr=0.0)
+        module = CausalLM(pretrained=folder, optimizer=sgd)  # type: ignore[arg-type]
+        plugin = MoEPrecision("32-true", transformer_engine={"layers": ["linear", "norm", "attention"]})
+        trainer = tiny.trainer(
+            tiny.moe_ep(expert_parallel_size=2),
+            devices=2,
+            max_steps=1,
+            plugins=[plugin],
+            callbacks=[HubCheckpoint(dirpath=f"{folder}/out")],
+        )
+        batch = {"input_ids": torch.zeros(2, 8, dtype=torch.long), "labels": torch.zeros(2, 8, dtype=torch.long)}
+        trainer.fit(module, torch.utils.data.DataLoader([batch], batch_size=None))
+        return [type(m).base.__name__ for m in module.modules() if isinstance(m, te.Linear | te.RMSNorm)]  # type: ignore[attr-defined]
+
+
+def test_weights_of_the_hub_go_in_and_out(tmp_path: Path) -> None:
+    plain = hub_models.save("qwen3_moe", tmp_path)
+    for classes in run_ranks(in_and_out, 2, str(tmp_path), timeout=120):
+        assert set(classes) == {"Linear", "RMSNorm"}
+    again = type(plain).from_pretrained(tmp_path / "out" / "step-1")
+    assert again.config._attn_implementation != "te"
+    for name, tensor in plain.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
 
 
 def test_copies_need_experts_that_transformer_engine_computes() -> None:
