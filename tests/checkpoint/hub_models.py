@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from tests import families, tiny
 from tests.experts import test_undecorated as undecorated
@@ -85,3 +86,15 @@ def save_big(folder: Path) -> nn.Module:
         model = tiny.qwen3_moe(**BIG)
     model.save_pretrained(folder, max_shard_size="20MB")  # type: ignore[operator]
     return model
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors in the safetensors files of a folder."""
+    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Names, dtypes and bytes are equal."""
+    assert found.keys() == expected.keys()
+    different = [n for n, t in expected.items() if found[n].dtype != t.dtype or not torch.equal(found[n], t)]
+    assert not different

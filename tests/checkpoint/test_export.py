@@ -28,19 +28,9 @@ from lightning_moe.cli_errors import RefusedError
 from lightning_moe.models import CausalLM
 from tests import tiny
 from tests.checkpoint import hub_models
+from tests.checkpoint.hub_models import assert_same, tensors
 from tests.harness import ROOT, run_ranks
 from tests.models import tiny as causal
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors in the safetensors files of a folder."""
-    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    different = [n for n, t in expected.items() if found[n].dtype != t.dtype or not torch.equal(found[n], t)]
-    assert not different
 
 
 def export(*arguments: object) -> None:

@@ -29,21 +29,10 @@ from lightning_moe.checkpoint.hub_write import (
 from lightning_moe.checkpoint.network import meta_twin
 from tests import tiny
 from tests.checkpoint import hub_models
+from tests.checkpoint.hub_models import assert_same, tensors
 from tests.experts import test_undecorated as undecorated
 from tests.families import FAMILIES, Family
 from tests.harness import run_ranks, run_ranks_expecting_error
-
-
-def tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors in the safetensors files of a folder."""
-    return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    different = [n for n, t in expected.items() if found[n].dtype != t.dtype or not torch.equal(found[n], t)]
-    assert not different
-
 
 # Experts that are modules of their own, and experts beside some that compute nothing.
 UNDECORATED = ["switch_transformers", "longcat_flash"]
